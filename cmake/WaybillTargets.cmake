@@ -1,0 +1,36 @@
+# waybill_add_folder(<name> SOURCES ... LINK <folder> ...)
+# The static library waybill_<name> of one src folder. LINK names earlier folders (scripts/check_layers.py checks includes).
+function(waybill_add_folder name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LINK;PRIVATE_LINK" ${ARGN})
+  if(ARG_SOURCES)
+    add_library(waybill_${name} STATIC ${ARG_SOURCES})
+    set(scope PUBLIC)
+    target_link_libraries(waybill_${name} PRIVATE $<BUILD_INTERFACE:waybill_flags> ${ARG_PRIVATE_LINK})
+  else()
+    add_library(waybill_${name} INTERFACE)
+    set(scope INTERFACE)
+  endif()
+  add_library(waybill::${name} ALIAS waybill_${name})
+  target_include_directories(waybill_${name} ${scope}
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>
+    $<INSTALL_INTERFACE:include>)
+  target_compile_features(waybill_${name} ${scope} cxx_std_20)
+  foreach(dependency IN LISTS ARG_LINK)
+    target_link_libraries(waybill_${name} ${scope} waybill_${dependency})
+  endforeach()
+  set_property(GLOBAL APPEND PROPERTY WAYBILL_FOLDERS waybill_${name})
+endfunction()
+
+# waybill_add_test(<name> SOURCES ... LINK ... [LABELS ...] [TIMEOUT seconds])
+# One GoogleTest program; every test case is a ctest entry.
+function(waybill_add_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LINK;LABELS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 300)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
+  target_link_libraries(${name} PRIVATE $<BUILD_INTERFACE:waybill_flags> ${ARG_LINK} GTest::gtest_main GTest::gmock rapidcheck)
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+endfunction()

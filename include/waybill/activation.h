@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Expert activations between the two matmuls, forward and backward, with the routing weight applied to their result.
+#pragma once
+
+#include <cstdint>
+
+#include "waybill/stream.h"
+
+namespace waybill {
+
+enum class Activation : std::uint8_t {
+  kSwiGLU = 0,         // silu(gate) * up; h = [gate | up], 2F columns
+  kClampedSwiGLU = 1,  // gate clamped above at limit, up clamped to [-limit, limit]: gate * sigmoid(alpha * gate) * (up + 1)
+  kReluSquared = 2,    // max(h, 0)^2, F columns
+};
+
+struct ActivationConfig {
+  Activation kind = Activation::kSwiGLU;
+  float limit = 7.0f;     // clamped SwiGLU
+  float alpha = 1.702f;   // clamped SwiGLU
+};
+// Columns the first matmul must produce for width F: 2F for the gated kinds, F otherwise.
+WB_API std::int64_t activation_input_width(const ActivationConfig& config, std::int64_t F);
+
+// a[s, f] = weight[s] * act(h[s, :])[f].  h [S, 2F or F], a [S, F], weight [S] fp32 or null (= 1).
+WB_API void activation_forward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& a, Stream stream = {});
+
+// dh and d_weight[s] = sum_f da[s, f] * act(h[s, :])[f] (fixed order). d_weight may be null. `a` is not needed: it is recomputed.
+WB_API void activation_backward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& da, const TensorView& dh,
+                                float* d_weight, Stream stream = {});
+
+}  // namespace waybill

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fabric: the ranks of a group and how they talk. One object per rank; collective calls are made by every rank in one order.
+// Engines: threads (ranks are threads of this process), mpi (processes), cuda_local (virtual ranks on GPUs of one process),
+// nccl (one process a GPU). Every wait has a timeout that names rank, peer, phase, expected and seen.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "waybill/tensor.h"
+
+namespace waybill {
+
+enum class ReduceOp : std::uint8_t { kSum = 0, kMax = 1, kMin = 2 };
+
+struct FabricOptions {
+  std::chrono::milliseconds timeout{60000};
+};
+
+// Where the ranks sit. domain: ranks that reach each other's memory (one NVLink domain, one process). node: one host.
+struct Topology {
+  std::vector<int> node_of;    // [P]
+  std::vector<int> domain_of;  // [P]
+};
+
+// A pending exchange; wait() must be called before the buffers are reused. Destroying it waits.
+class WB_API ExchangeRequest {
+ public:
+  virtual ~ExchangeRequest() = default;
+  virtual void wait() = 0;
+};
+
+class WB_API Fabric {
+ public:
+  virtual ~Fabric() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const char* engine() const = 0;
+  virtual const Topology& topology() const = 0;
+  virtual std::chrono::milliseconds timeout() const = 0;
+
+  virtual void barrier(std::string_view phase) = 0;
+
+  // Every rank gives `bytes_per_rank` bytes and receives all of them in rank order. Host memory, small.
+  virtual void all_gather(const void* send, void* receive, std::size_t bytes_per_rank, std::string_view phase) = 0;
+
+  // Variable all-to-all on host memory: send[p] goes to rank p, receive[p] comes from rank p. Sizes must match on both sides
+  // (checked). Ranks with nothing to send take part.
+  struct Span {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+  };
+  virtual std::unique_ptr<ExchangeRequest> all_to_all_start(std::span<const Span> send, std::span<const Span> receive, std::string_view phase) = 0;
+  void all_to_all(std::span<const Span> send, std::span<const Span> receive, std::string_view phase) { all_to_all_start(send, receive, phase)->wait(); }
+
+  // Elementwise over ranks, in rank order (bit-equal on every rank and every repeat). In place.
+  virtual void all_reduce(std::span<float> values, ReduceOp op, std::string_view phase) = 0;
+  virtual void all_reduce(std::span<double> values, ReduceOp op, std::string_view phase) = 0;
+  virtual void all_reduce(std::span<std::int64_t> values, ReduceOp op, std::string_view phase) = 0;
+  virtual void broadcast(void* data, std::size_t bytes, int root, std::string_view phase) = 0;
+
+  // Ranks with the same colour form a new group, ordered by (key, rank). Collective. colour < 0: this rank gets null.
+  virtual std::unique_ptr<Fabric> split(int colour, int key, std::string_view name) = 0;
+
+  // Tells every rank of the group that this one has failed: their pending and later waits throw kPeerFailed with `reason`.
+  virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+// A group of one rank; every collective is a copy.
+WB_API std::unique_ptr<Fabric> make_single_fabric();
+
+// The threads engine: runs body(fabric) on P threads and returns when all have ended. If a body throws, the others are woken
+// with kPeerFailed and the first error is rethrown here.
+WB_API void run_ranks(int P, const std::function<void(Fabric&)>& body, const FabricOptions& options = {});
+
+}  // namespace waybill

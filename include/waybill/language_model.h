@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// A decoder language model with dense or MoE feed-forward layers, one object per rank of the world.
+// Pre-norm blocks: x += attention(norm(x)); x += feed_forward(norm(x)); logits = norm(x) * embedding^T (or an own head).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "waybill/fabric.h"
+#include "waybill/moe.h"
+
+namespace waybill {
+
+struct LayerConfig {
+  bool is_moe = false;
+  std::int64_t dense_F = 0;  // SwiGLU width of a dense layer
+  MoeConfig moe{};           // H, sequence_length and T_max are filled in from the model
+  int P = 1;                 // expert-parallel ranks of this layer; the world has W = P x D ranks, experts are replicated D times
+};
+
+struct ModelConfig {
+  std::string name = "model";
+  std::int64_t vocab = 256, H = 128, num_heads = 4, num_kv_heads = 4, head_dim = 32;
+  std::int64_t seq_len = 256;
+  bool qk_norm = false;
+  bool tie_embeddings = true;
+  float rope_theta = 10000.0f, norm_epsilon = 1e-5f, init_std = 0.02f;
+  std::vector<LayerConfig> layers;
+};
+WB_API void validate(const ModelConfig& config, int W);
+
+// One named parameter of this rank.
+struct Parameter {
+  std::string name;          // replicated: "layers.0.attention.wq"; experts: "layers.0.moe.w1" holding experts [expert_begin, +L)
+  Tensor value, grad;        // fp32
+  bool is_expert = false;    // dimension 0 is local experts; gradients are reduced over the D replicas only
+  bool decay = false;        // weight decay applies (matrices)
+  bool trainable = true;     // false: state that is saved but has no gradient (router bias)
+  std::int64_t expert_begin = 0, num_experts = 0;  // experts: first global id on this rank, experts in the layer
+  int layer = -1;
+};
+
+struct MoeLayerStats {
+  int layer = 0;
+  std::vector<std::int64_t> counts;        // [E] over all ranks and micro-batches of the step
+  std::vector<std::int64_t> rank_slots;    // [P] slots received per expert-parallel rank (this rank's group)
+  double aux = 0, sequence = 0, global = 0, z = 0;  // over all ranks
+  std::int64_t nonfinite_rows = 0, short_rows = 0;
+};
+
+struct StepStats {
+  double loss = 0;           // mean cross-entropy over the step's tokens, nats, all ranks
+  double aux_loss = 0;       // sum of the auxiliary losses, all ranks
+  std::int64_t tokens = 0;   // of all ranks
+  bool valid = true;         // false: a receive budget overflowed on some rank; the update must be skipped
+  StatusWord status;         // of this rank, all layers
+  std::vector<MoeLayerStats> layers;
+  PhaseTimes times;          // of this rank
+  ExchangeBytes bytes;       // of this rank
+  double expert_flops = 0;   // of this rank, this step
+};
+
+class WB_API LanguageModel {
+ public:
+  // world: all ranks. Weights depend on (seed, name, global index) only, never on P or W.
+  LanguageModel(const ModelConfig& config, Fabric& world, std::uint64_t seed, ThreadPool* pool = nullptr);
+  ~LanguageModel();
+
+  const ModelConfig& config() const;
+  std::vector<Parameter>& parameters();
+
+  void zero_gradients();
+  // One optimizer step's gradients: micro-batches of tokens [B, seq_len + 1] int32 each (inputs and shifted targets, target -1 =
+  // padding). Gradients are of the mean loss over all tokens of all ranks and micro-batches, and already reduced over ranks.
+  StepStats forward_backward(std::span<const TensorView> micro_batches);
+  // Mean cross-entropy over all ranks' tokens; changes no state.
+  double evaluate(const TensorView& tokens);
+  // Logits [T, vocab] of one sequence [T] int32 on every rank (collective: all ranks give the same tokens).
+  void logits(std::span<const std::int32_t> tokens, const TensorView& out);
+  // The aux-free bias update of every MoE layer, once per optimizer step, from the step's counts.
+  void update_router_bias(const StepStats& stats);
+  // Gradient norm (L2) with every parameter counted once over the world (each expert once), equal on every rank.
+  double gradient_norm();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace waybill

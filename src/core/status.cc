@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "waybill/status.h"
+
+#include <fmt/format.h>
+
+namespace waybill {
+
+std::string describe(const StatusWord& status) {
+  if (status.flags == kStatusOk && status.num_bad_ids == 0 && status.num_nonfinite_rows == 0 && status.num_short_rows == 0) return "ok";
+  std::string text;
+  const auto add = [&text](std::string part) { text += (text.empty() ? "" : "; ") + part; };
+  if (status.overflowed()) {
+    add(fmt::format("receive overflow: slots {} of {}, rows {} of {}", status.slot_demand, status.slot_capacity, status.row_demand, status.row_capacity));
+  }
+  if ((status.flags & kStatusTimeout) != 0) {
+    add(fmt::format("timeout: rank {} waited for rank {} in phase {}, expected {}, saw {}", status.timeout_rank, status.timeout_peer, status.timeout_phase,
+                    status.timeout_expected, status.timeout_seen));
+  }
+  if ((status.flags & kStatusBadOffsets) != 0) add("grouped GEMM offsets decrease or pass the number of rows");
+  if (status.num_bad_ids > 0 || (status.flags & kStatusBadId) != 0) add(fmt::format("{} ids outside [-1, E) ignored", status.num_bad_ids));
+  if (status.num_nonfinite_rows > 0) add(fmt::format("{} rows with NaN or Inf logits", status.num_nonfinite_rows));
+  if (status.num_short_rows > 0) add(fmt::format("{} rows with fewer than K candidates", status.num_short_rows));
+  return text;
+}
+
+}  // namespace waybill
