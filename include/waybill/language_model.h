@@ -12,6 +12,7 @@
 
 #include "waybill/fabric.h"
 #include "waybill/moe.h"
+#include "waybill/parameter.h"
 
 namespace waybill {
 
@@ -26,23 +27,13 @@ struct ModelConfig {
   std::string name = "model";
   std::int64_t vocab = 256, H = 128, num_heads = 4, num_kv_heads = 4, head_dim = 32;
   std::int64_t seq_len = 256;
+  std::int64_t max_sequences = 0;  // most sequences of a micro-batch on a rank; only MoE layers in captured mode need it
   bool qk_norm = false;
   bool tie_embeddings = true;
   float rope_theta = 10000.0f, norm_epsilon = 1e-5f, init_std = 0.02f;
   std::vector<LayerConfig> layers;
 };
 WB_API void validate(const ModelConfig& config, int W);
-
-// One named parameter of this rank.
-struct Parameter {
-  std::string name;          // replicated: "layers.0.attention.wq"; experts: "layers.0.moe.w1" holding experts [expert_begin, +L)
-  Tensor value, grad;        // fp32
-  bool is_expert = false;    // dimension 0 is local experts; gradients are reduced over the D replicas only
-  bool decay = false;        // weight decay applies (matrices)
-  bool trainable = true;     // false: state that is saved but has no gradient (router bias)
-  std::int64_t expert_begin = 0, num_experts = 0;  // experts: first global id on this rank, experts in the layer
-  int layer = -1;
-};
 
 struct MoeLayerStats {
   int layer = 0;
