@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// waybill: train, generate, bench, inspect, simulate, doctor. Exit codes: 0 success, 2 bad input (one line says what), 3 our bug,
+// 130/143 stopped by Ctrl-C/SIGTERM after a checkpoint was saved.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+
+#include "commands.h"
+#include "waybill/error.h"
+#include "waybill/version.h"
+
+namespace {
+
+constexpr int kExitBadInput = 2, kExitBug = 3;
+
+void register_commands(CLI::App& app) {
+  using namespace waybill::cli;
+  register_train_command(app);
+  register_generate_command(app);
+#if defined(WAYBILL_WITH_BENCH_COMMAND)
+  register_bench_command(app);
+#endif
+#if defined(WAYBILL_WITH_INSPECT_COMMAND)
+  register_inspect_command(app);
+#endif
+#if defined(WAYBILL_WITH_SIMULATE_COMMAND)
+  register_simulate_command(app);
+#endif
+#if defined(WAYBILL_WITH_DOCTOR_COMMAND)
+  register_doctor_command(app);
+#endif
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Waybill: dropless mixture-of-experts training", "waybill"};
+  app.set_version_flag("--version", waybill::version());
+  app.require_subcommand(1);
+  register_commands(app);
+  try {
+    app.parse(argc, argv);
+    return 0;
+  } catch (const CLI::RuntimeError& end) {
+    return end.get_exit_code();
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kExitBadInput;
+  } catch (const waybill::Error& error) {
+    fmt::print(stderr, "waybill: {}\n", error.what());
+    return error.code() == waybill::ErrorCode::kInternal ? kExitBug : kExitBadInput;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "waybill: unexpected: {}\n", error.what());
+    return kExitBug;
+  }
+}
