@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups of ranks in this process, driven by the caller's threads.
+#include "handles.h"
+
+using namespace waybill;
+using namespace waybill::capi;
+
+wb_status wb_group_create(int32_t P, int64_t timeout_ms, wb_group** group) noexcept {
+  return guarded([&] {
+    wb_group*& target = required(group, "group");
+    WB_CHECK(P >= 1 && P <= 1024, "P is {}, allowed are 1 to 1024", P);
+    WB_CHECK(timeout_ms >= 0, "timeout_ms is {}, it must not be negative (0 = default)", timeout_ms);
+    FabricOptions options;
+    if (timeout_ms > 0) options.timeout = std::chrono::milliseconds(timeout_ms);
+    auto created = std::make_unique<wb_group>();
+    for (auto& fabric : make_thread_group(P, options)) created->ranks.push_back(std::make_unique<wb_fabric>(wb_fabric{std::move(fabric)}));
+    target = created.release();
+  });
+}
+
+void wb_group_destroy(wb_group* group) noexcept { delete group; }
+
+wb_status wb_group_fabric(wb_group* group, int32_t rank, wb_fabric** fabric) noexcept {
+  return guarded([&] {
+    const auto& ranks = required(group, "group").ranks;
+    WB_CHECK(rank >= 0 && static_cast<std::size_t>(rank) < ranks.size(), "rank is {}, the group has ranks 0 to {}", rank, ranks.size() - 1);
+    required(fabric, "fabric") = ranks[static_cast<std::size_t>(rank)].get();
+  });
+}
+
+wb_status wb_fabric_abort(wb_fabric* fabric, const char* reason) noexcept {
+  return guarded([&] { required(fabric, "fabric").fabric->abort(&required(reason, "reason")); });
+}
+
+wb_status wb_fabric_barrier(wb_fabric* fabric) noexcept {
+  return guarded([&] { required(fabric, "fabric").fabric->barrier("wb_fabric_barrier"); });
+}
+
+namespace {
+
+template <class T>
+wb_status all_reduce(wb_fabric* fabric, T* values, int64_t count, const char* phase) noexcept {
+  return guarded([&] {
+    WB_CHECK(count >= 0 && (values != nullptr || count == 0), "values is null or count negative (count = {})", count);
+    required(fabric, "fabric").fabric->all_reduce(std::span<T>(values, static_cast<std::size_t>(count)), ReduceOp::kSum, phase);
+  });
+}
+
+}  // namespace
+
+wb_status wb_fabric_all_reduce_i64(wb_fabric* fabric, int64_t* values, int64_t count) noexcept {
+  return all_reduce(fabric, values, count, "wb_fabric_all_reduce_i64");
+}
+
+wb_status wb_fabric_all_reduce_f32(wb_fabric* fabric, float* values, int64_t count) noexcept {
+  return all_reduce(fabric, values, count, "wb_fabric_all_reduce_f32");
+}
