@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/implementation.h"
+
+#include <cstdlib>
+#include <string_view>
+
+#include "waybill/log.h"
+
+namespace waybill {
+
+std::string forced_implementation(const char* op) {
+  const char* value = std::getenv("WB_FORCE");
+  if (value == nullptr) return {};
+  std::string_view rest = value;
+  while (!rest.empty()) {
+    const std::size_t comma = rest.find(',');
+    const std::string_view item = rest.substr(0, comma);
+    const std::size_t colon = item.find(':');
+    WB_CHECK(colon != std::string_view::npos, "WB_FORCE holds '{}', expected <op>:<implementation>", item);
+    if (item.substr(0, colon) == op) return std::string(item.substr(colon + 1));
+    rest = comma == std::string_view::npos ? std::string_view{} : rest.substr(comma + 1);
+  }
+  return {};
+}
+
+bool selection_is_logged() {
+  static const bool is_logged = [] {
+    const char* value = std::getenv("WB_LOG");
+    return value != nullptr && std::string_view(value).find("select") != std::string_view::npos;
+  }();
+  return is_logged;
+}
+
+void log_selection(const char* op, const char* name, const std::string& refusals) {
+  log(LogLevel::kDebug, fmt::format("select {}: {}{}{}", op, name, refusals.empty() ? "" : "; refused: ", refusals));
+}
+
+}  // namespace waybill

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device functions that the router's kernels share: reading logits, exact keys, weights of the chosen experts, counting.
+// Candidate rules, keys and their order are those of router_ref.cc bit for bit (scalar_math.h on both sides).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "core/cuda/ptx.cuh"
+#include "core/scalar_math.h"
+#include "ops/router/cuda/router_params.h"
+
+namespace waybill::cuda {
+
+inline constexpr float kInfinity = __builtin_inff();
+
+template <class T>
+__device__ __forceinline__ float to_float(T v);
+template <>
+__device__ __forceinline__ float to_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
+template <>
+__device__ __forceinline__ float to_float<__half>(__half v) {
+  return __half2float(v);
+}
+
+// Four neighbouring logits. The address is aligned to four elements. kGlobal: read-once global memory; else shared or cached memory.
+template <class T, bool kGlobal>
+__device__ __forceinline__ void load4(const T* p, float (&x)[4]) {
+  if constexpr (sizeof(T) == 4) {
+    uint4 v;
+    if constexpr (kGlobal) {
+      v = ptx::ld_stream_v4(p);
+    } else {
+      v = *reinterpret_cast<const uint4*>(p);
+    }
+    x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y), x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
+  } else {
+    uint2 v;
+    if constexpr (kGlobal) {
+      v = ptx::ld_stream_v2(p);
+    } else {
+      v = *reinterpret_cast<const uint2*>(p);
+    }
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      x[0] = __uint_as_float(v.x << 16), x[1] = __uint_as_float(v.x & 0xffff0000u);
+      x[2] = __uint_as_float(v.y << 16), x[3] = __uint_as_float(v.y & 0xffff0000u);
+    } else {
+      const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&v.x));
+      const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&v.y));
+      x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+    }
+  }
+}
+
+// The raw score whose order decides (before the bias); the logit itself for softmax scores.
+__device__ __forceinline__ float selection_score(int score, float x) {
+  if (score == kScoreSigmoid) return scalar::sigmoid(x);
+  if (score == kScoreSqrtSoftplus) return scalar::sqrt_softplus(x);
+  return x;
+}
+
+// Sortable key, 0 for an expert that is no candidate: a finite logit with a finite score + bias. bias NaN: masked.
+__device__ __forceinline__ std::uint32_t exact_key(int score, float x, float bias) {
+  const float key = scalar::add(selection_score(score, x), bias);
+  return scalar::is_finite(x) && scalar::is_finite(key) ? scalar::order_key(key) : 0u;
+}
+
+// Key above id: one comparison gives "key descending, id ascending".
+__device__ __forceinline__ std::uint64_t composite_of(std::uint32_t key, std::uint32_t id) { return (static_cast<std::uint64_t>(key) << 32) | (0xffffffffu - id); }
+__device__ __forceinline__ std::uint32_t id_of(std::uint64_t composite) { return 0xffffffffu - static_cast<std::uint32_t>(composite); }
+
+// The bias the kernels add: NaN where the expert is masked, -Inf where the given bias is not finite (both: never chosen).
+__device__ __forceinline__ float effective_bias(const RouterRows& rows, int e) {
+  if (rows.mask != nullptr && rows.mask[e] != 0) return __uint_as_float(0x7fc00000u);
+  const float bias = rows.bias == nullptr ? 0.0f : rows.bias[e];
+  return scalar::is_finite(bias) ? bias : -kInfinity;
+}
+__device__ __forceinline__ bool is_masked(float effective) { return effective != effective; }
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(ptx::kFullWarp, v, step);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+  const std::uint32_t u = ptx::redux_max(scalar::order_key(v));
+  return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu));
+}
+
+__device__ __forceinline__ void store_id(void* ids, int id_bytes, std::int64_t i, std::int32_t id) {
+  if (id_bytes == 2) {
+    static_cast<std::int16_t*>(ids)[i] = static_cast<std::int16_t>(id);
+  } else {
+    static_cast<std::int32_t*>(ids)[i] = id;
+  }
+}
+__device__ __forceinline__ std::int32_t load_id(const void* ids, int id_bytes, std::int64_t i) {
+  return id_bytes == 2 ? static_cast<const std::int16_t*>(ids)[i] : static_cast<const std::int32_t*>(ids)[i];
+}
+
+__device__ __forceinline__ float log_selection_score(int score, float x) {
+  if (score == kScoreSigmoid) return scalar::log_sigmoid(x);
+  if (score == kScoreSqrtSoftplus) return scalar::log_sqrt_softplus(x);
+  return x;
+}
+
+// Weights of one row's chosen experts by one warp. x [K] logits in shared memory, NaN where the slot has no route; `row_max` and
+// `row_sum` are the softmax denominator over all experts, used without renormalisation only. w [K] may be x itself: each lane reads
+// and writes its own slots. Sums run over the slots in a fixed order (stride 32, then the butterfly).
+template <class Store>
+__device__ __forceinline__ void row_weights(const RouterRows& rows, const float* x, float row_max, float row_sum, const Store& store) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const bool is_softmax = rows.score == kScoreSoftmax || rows.score == kScoreSoftmaxSelected;
+  const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
+  if (!renormalise) {
+    const float inverse = is_softmax ? scalar::div(1.0f, row_sum) : 1.0f;
+    for (int k = lane; k < rows.K; k += 32) {
+      const float v = x[k];
+      const float s = is_softmax ? scalar::mul(scalar::exp(scalar::sub(v, row_max)), inverse) : selection_score(rows.score, v);
+      store(k, v == v ? scalar::mul(rows.scale, s) : 0.0f);
+    }
+    return;
+  }
+  if (rows.epsilon > 0.0f) {  // parity: s / (sum + epsilon)
+    float sum = 0.0f, count = 0.0f;
+    for (int k = lane; k < rows.K; k += 32) {
+      const float v = x[k];
+      sum += v == v ? selection_score(rows.score, v) : 0.0f;
+      count += v == v ? 1.0f : 0.0f;
+    }
+    sum = warp_sum(sum), count = warp_sum(count);
+    for (int k = lane; k < rows.K; k += 32) {
+      const float v = x[k];
+      const float w = sum > 0.0f ? scalar::div(selection_score(rows.score, v), sum + rows.epsilon) : scalar::div(1.0f, count);
+      store(k, v == v ? scalar::mul(rows.scale, w) : 0.0f);
+    }
+    return;
+  }
+  // Log domain: finite at every logit. For ordinary sigmoid rows the plain quotient has the same value and costs less.
+  float shift = -kInfinity;
+  for (int k = lane; k < rows.K; k += 32) {
+    const float v = x[k];
+    shift = fmaxf(shift, v == v ? v : -kInfinity);
+  }
+  shift = warp_max(shift);
+  if (shift == -kInfinity) {  // no route
+    for (int k = lane; k < rows.K; k += 32) store(k, 0.0f);
+    return;
+  }
+  const bool by_quotient = !is_softmax && shift > -30.0f;
+  if (!is_softmax && !by_quotient) shift = log_selection_score(rows.score, shift);
+  const auto term = [&](float v) {
+    if (v != v) return 0.0f;
+    if (by_quotient) return selection_score(rows.score, v);
+    return scalar::exp(scalar::sub(is_softmax ? v : log_selection_score(rows.score, v), shift));
+  };
+  float sum = 0.0f;
+  if (rows.K <= 32) {  // one slot a lane: the term is computed once
+    const float mine = lane < rows.K ? term(x[lane]) : 0.0f;
+    sum = warp_sum(mine);
+    if (lane < rows.K) store(lane, scalar::mul(rows.scale, scalar::div(mine, sum)));
+    return;
+  }
+  if (rows.K <= 64) {
+    const float first = term(x[lane]);
+    const float second = lane + 32 < rows.K ? term(x[lane + 32]) : 0.0f;
+    sum = warp_sum(first + second);
+    store(lane, scalar::mul(rows.scale, scalar::div(first, sum)));
+    if (lane + 32 < rows.K) store(lane + 32, scalar::mul(rows.scale, scalar::div(second, sum)));
+    return;
+  }
+  for (int k = lane; k < rows.K; k += 32) sum += term(x[k]);
+  sum = warp_sum(sum);
+  for (int k = lane; k < rows.K; k += 32) store(k, scalar::mul(rows.scale, scalar::div(term(x[k]), sum)));
+}
+
+// Called by every thread of every CTA once its rows are done. The CTA that finishes last turns the scratch counts into counts and
+// offsets and leaves the scratch zero for the next launch. Integers only: the order of the CTAs does not matter.
+__device__ __forceinline__ void finish_counts(const RouterForwardParams& p) {
+  if (p.scratch.counts == nullptr) return;
+  __shared__ std::uint32_t is_last, warp_totals[2][32];
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(p.scratch.ticket, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (is_last == 0) return;
+  __threadfence();
+  if (threadIdx.x == 0) *p.scratch.ticket = 0;
+  const int E = p.rows.E, lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+  const int num_warps = static_cast<int>(blockDim.x) >> 5;
+  std::uint32_t base = 0, aligned_base = 0;
+  const auto a = static_cast<std::uint32_t>(p.alignment);
+  for (int begin = 0; begin < E; begin += static_cast<int>(blockDim.x)) {
+    const int e = begin + static_cast<int>(threadIdx.x);
+    std::uint32_t n = 0;
+    if (e < E) {
+      n = __ldcg(p.scratch.counts + e);
+      p.scratch.counts[e] = 0;
+      if (p.counts != nullptr) p.counts[e] = static_cast<std::int32_t>(n);
+    }
+    const std::uint32_t padded = (n + a - 1) / a * a;
+    std::uint32_t sum = n, padded_sum = padded;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+      const std::uint32_t below = __shfl_up_sync(ptx::kFullWarp, sum, step), padded_below = __shfl_up_sync(ptx::kFullWarp, padded_sum, step);
+      if (lane >= step) sum += below, padded_sum += padded_below;
+    }
+    __syncthreads();
+    if (lane == 31) warp_totals[0][warp] = sum, warp_totals[1][warp] = padded_sum;
+    __syncthreads();
+    std::uint32_t before = 0, padded_before = 0, total = 0, padded_total = 0;
+    for (int w = 0; w < num_warps; ++w) {
+      if (w == warp) before = total, padded_before = padded_total;
+      total += warp_totals[0][w], padded_total += warp_totals[1][w];
+    }
+    if (e < E) {
+      if (p.offsets != nullptr) p.offsets[e + 1] = static_cast<std::int32_t>(base + before + sum);
+      if (p.aligned_offsets != nullptr) p.aligned_offsets[e + 1] = static_cast<std::int32_t>(aligned_base + padded_before + padded_sum);
+    }
+    base += total, aligned_base += padded_total;
+  }
+  if (threadIdx.x == 0) {
+    if (p.offsets != nullptr) p.offsets[0] = 0;
+    if (p.aligned_offsets != nullptr) p.aligned_offsets[0] = 0;
+  }
+}
+
+// Rows counted by one warp, added to the status word at the end of the kernel.
+struct RowCounters {
+  std::uint32_t nonfinite = 0, short_rows = 0, bad_ids = 0;
+};
+__device__ __forceinline__ void add_row_counters(StatusWord* status, const RowCounters& c) {
+  if (status == nullptr || (threadIdx.x & 31) != 0) return;
+  const auto add = [](std::int64_t* word, std::uint32_t n) {
+    if (n != 0) atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(n));
+  };
+  add(&status->num_nonfinite_rows, c.nonfinite);
+  add(&status->num_short_rows, c.short_rows);
+  add(&status->num_bad_ids, c.bad_ids);
+  if (c.bad_ids != 0) atomicOr(&status->flags, static_cast<unsigned>(kStatusBadId));
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plain data between the host side of the CUDA router and its kernels, and the launchers' signatures. No CUDA syntax.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "waybill/status.h"
+
+namespace waybill::cuda {
+
+// The values of ScoreFunction, usable in kernels.
+enum RouterScore : int { kScoreSoftmax = 0, kScoreSoftmaxSelected = 1, kScoreSigmoid = 2, kScoreSqrtSoftplus = 3 };
+
+enum class LogitType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// Shared by every kernel of the op. Pointers are device memory; optional ones may be null.
+struct RouterRows {
+  const void* logits;          // [T, row_stride]
+  std::int64_t row_stride;     // elements
+  const float* bias;           // [E]
+  const std::uint8_t* mask;    // [E]
+  const std::uint8_t* padding; // [T]
+  std::int64_t T;
+  int E, K;
+  int score;                   // RouterScore
+  int renormalise;
+  float scale, epsilon;
+};
+
+// Counting scratch: zero before the first launch, left zero by every launch.
+struct RouterCountScratch {
+  std::uint32_t* counts;  // [E]
+  std::uint32_t* ticket;  // CTAs that have finished
+};
+
+struct RouterForwardParams {
+  RouterRows rows;
+  int num_groups, num_kept, group_best;  // group_best: experts that enter a group's score
+  void* ids;                             // [T, K]; null: only count
+  int id_bytes;                          // 2 or 4
+  float* weights;                        // [T, K]
+  const void* replay_ids;                // [T, K] or null
+  int replay_bytes;
+  int forced;                            // 1: forced balance
+  std::int64_t token_offset;
+  std::int32_t *counts, *offsets, *aligned_offsets;
+  int alignment;
+  RouterCountScratch scratch;
+  StatusWord* status;
+};
+
+struct RouterLossParams {
+  RouterRows rows;
+  const void* ids;   // [T, K] for the sequence loss' counts
+  int id_bytes;
+  float aux_coefficient, sequence_coefficient, z_coefficient;
+  std::int64_t sequence_length;  // 0: no sequence loss
+  const std::int32_t* aux_counts;
+  double aux_tokens, loss_tokens, num_sequences;  // 0: this call's own
+  // Scratch, booked by the host.
+  std::int32_t* sequence_counts;   // [B, E]
+  std::int32_t* sequence_valid;    // [B] valid tokens
+  double* row_partials;            // [num CTAs, 3]
+  std::uint32_t* ticket;
+  std::int32_t* valid_tokens;      // [1]
+  double* out;                     // [3] aux, sequence, z
+};
+
+struct RouterBackwardParams {
+  RouterLossParams loss;   // coefficients and counts; scratch for sequence counts
+  const float* weights;    // [T, K]
+  const float* d_weights;  // [T, K]
+  float loss_scale;
+  float* d_logits;         // [T, d_stride] fp32
+  std::int64_t d_stride;
+};
+
+struct DeviceLimits {
+  int device, num_sms, shared_per_block, shared_per_sm, compute_major;
+};
+const DeviceLimits& device_limits(int device);  // queried once per device
+
+// Launchers. `grid` choices live in tuning.h; each returns after queuing on `stream`.
+void launch_router_forward_warp(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_block(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forced(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_losses(LogitType type, const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_backward(LogitType type, const RouterBackwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+
+}  // namespace waybill::cuda

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// The router's checks and its ordered lists of implementations.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/implementation.h"
+#include "ops/router/router_impl.h"
+#include "waybill/log.h"
+
+namespace waybill {
+
+void validate(const RouterConfig& c) {
+  WB_CHECK(c.E >= 1 && c.E <= std::numeric_limits<std::int32_t>::max(), "a router needs 1 to 2^31 - 1 experts, got E = {}", c.E);
+  WB_CHECK(c.K >= 1 && c.K <= c.E, "experts per token must be in [1, E]: K = {}, E = {}", c.K, c.E);
+  WB_CHECK(c.num_groups >= 1 && c.E % c.num_groups == 0, "the number of groups must divide the experts: G = {} does not divide E = {}", c.num_groups, c.E);
+  WB_CHECK(c.num_kept_groups >= 1 && c.num_kept_groups <= c.num_groups, "kept groups must be in [1, G]: kept_groups = {}, G = {}", c.num_kept_groups,
+           c.num_groups);
+  WB_CHECK(c.num_kept_groups * (c.E / c.num_groups) >= c.K,
+           "the kept groups must hold K experts: kept_groups*E/G = {} < K = {} (kept_groups = {}, E = {}, G = {})", c.num_kept_groups * (c.E / c.num_groups),
+           c.K, c.num_kept_groups, c.E, c.num_groups);
+  WB_CHECK(router_impl::keys_per_group_score(c) >= 1, "the group score K/kept_groups must hold an expert: K = {}, kept_groups = {} give {}", c.K,
+           c.num_kept_groups, c.K / c.num_kept_groups);
+  WB_CHECK(std::isfinite(c.scaling_factor) && c.scaling_factor > 0, "scaling_factor must be finite and positive, got {}", c.scaling_factor);
+  WB_CHECK(std::isfinite(c.normalise_epsilon) && c.normalise_epsilon >= 0, "normalise_epsilon must be finite and not negative, got {}", c.normalise_epsilon);
+  WB_CHECK(c.normalise_epsilon == 0 || (c.renormalise && !router_impl::is_softmax(c.score)),
+           "normalise_epsilon = {} needs a renormalised sigmoid or sqrt-softplus score", c.normalise_epsilon);
+  WB_CHECK(c.offset_alignment >= 1, "offset_alignment must be at least 1, got {}", c.offset_alignment);
+}
+
+namespace {
+
+using namespace router_impl;
+
+void check_vector(const TensorView& view, const char* name, DType dtype, std::int64_t size, Device device) {
+  if (!view) return;
+  WB_CHECK(view.rank == 1 && view.shape[0] == size && view.dtype == dtype && view.is_contiguous() && view.device == device,
+           "{} must be a contiguous {} [{}] on {}, got {}", name, to_string(dtype), size, to_string(device), view.describe());
+}
+
+void check_common(const RouterConfig& config, const RouterInputs& inputs, const RouteView& route) {
+  validate(config);
+  const TensorView& logits = inputs.logits;
+  WB_CHECK(logits.rank == 2 && logits.shape[1] == config.E, "logits must be [T, E = {}], got {}", config.E, logits.describe());
+  WB_CHECK(logits.dtype == DType::kF32 || logits.dtype == DType::kBF16 || logits.dtype == DType::kF16, "logits must be f32, bf16 or f16, got {}",
+           logits.describe());
+  WB_CHECK(config.E == 1 || logits.stride[1] == 1, "the columns of logits must be dense, got stride {}", logits.stride[1]);
+  WB_CHECK(logits.shape[0] <= 1 || logits.stride[0] >= config.E, "the rows of logits overlap: stride {} < E = {}", logits.stride[0], config.E);
+  const std::int64_t T = logits.shape[0];
+  WB_CHECK(T == 0 || logits.data != nullptr, "logits of {} rows have no memory", T);
+  WB_CHECK(route.T == T && route.K == config.K && route.E == config.E, "the route is [T = {}, K = {}] of E = {}, the router has T = {}, K = {}, E = {}",
+           route.T, route.K, route.E, T, config.K, config.E);
+  WB_CHECK(route.id_dtype == DType::kI32 || (route.id_dtype == DType::kI16 && config.E <= kMaxExpertsInt16), "ids of {} experts cannot be {}", config.E,
+           to_string(route.id_dtype));
+  WB_CHECK(T == 0 || (route.ids != nullptr && route.weights != nullptr), "a route of {} rows needs memory for ids and weights", T);
+  WB_CHECK(route.device == logits.device, "logits are on {}, the route is on {}", to_string(logits.device), to_string(route.device));
+  check_vector(inputs.expert_bias, "expert_bias", DType::kF32, config.E, logits.device);
+  check_vector(inputs.expert_mask, "expert_mask", DType::kU8, config.E, logits.device);
+  check_vector(inputs.padding_mask, "padding_mask", DType::kU8, T, logits.device);
+  if (inputs.replay_ids) {
+    const TensorView& replay = inputs.replay_ids;
+    WB_CHECK(replay.rank == 2 && replay.shape[0] == T && replay.shape[1] == config.K && replay.is_contiguous() && replay.device == logits.device &&
+                 (replay.dtype == DType::kI16 || replay.dtype == DType::kI32),
+             "replay_ids must be contiguous i16 or i32 [T = {}, K = {}] on {}, got {}", T, config.K, to_string(logits.device), replay.describe());
+    WB_CHECK(config.forced_balance == ForcedBalance::kOff, "replay_ids and forced_balance exclude each other");
+  }
+  WB_CHECK(inputs.token_offset >= 0, "token_offset must not be negative, got {}", inputs.token_offset);
+}
+
+void check_losses(const RouterLossConfig& losses, const RouterLossInputs& given, std::int64_t T) {
+  WB_CHECK(std::isfinite(losses.aux_coefficient) && std::isfinite(losses.sequence_coefficient) && std::isfinite(losses.z_coefficient),
+           "loss coefficients must be finite: aux {}, sequence {}, z {}", losses.aux_coefficient, losses.sequence_coefficient, losses.z_coefficient);
+  if (losses.sequence_coefficient != 0) {
+    WB_CHECK(losses.sequence_length >= 1 && T % losses.sequence_length == 0, "the sequence loss needs whole sequences: T = {}, sequence_length = {}", T,
+             losses.sequence_length);
+  }
+  WB_CHECK(given.aux_tokens >= 0 && given.loss_tokens >= 0 && given.num_sequences >= 0,
+           "token and sequence totals must not be negative: aux_tokens {}, loss_tokens {}, num_sequences {}", given.aux_tokens, given.loss_tokens,
+           given.num_sequences);
+}
+
+std::string refuse_device(const Device& device) { return device.type == DeviceType::kCpu ? std::string() : "takes host memory, got " + to_string(device); }
+
+constexpr Implementation<ForwardCall> kForward[] = {
+    {"fast", [](const ForwardCall& call) { return refuse_device(call.inputs.logits.device); }, forward_fast},
+    {"ref", [](const ForwardCall& call) { return refuse_device(call.inputs.logits.device); }, forward_ref},
+};
+constexpr Implementation<LossesCall, RouterLosses> kLosses[] = {
+    {"fast", [](const LossesCall& call) { return refuse_device(call.inputs.logits.device); }, losses_fast},
+    {"ref", [](const LossesCall& call) { return refuse_device(call.inputs.logits.device); }, losses_ref},
+};
+constexpr Implementation<BackwardCall> kBackward[] = {
+    {"fast", [](const BackwardCall& call) { return refuse_device(call.inputs.logits.device); }, backward_fast},
+    {"ref", [](const BackwardCall& call) { return refuse_device(call.inputs.logits.device); }, backward_ref},
+};
+
+}  // namespace
+
+void router_forward(const RouterConfig& config, const RouterInputs& inputs, const RouterOutputs& outputs, Stream stream) {
+  check_common(config, inputs, outputs.route);
+  const std::int64_t T = outputs.route.T;
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  WB_CHECK(T <= kMax / config.K, "T * K = {} * {} routes do not fit the int32 counts", T, config.K);
+  WB_CHECK(outputs.aligned_offsets == nullptr || config.offset_alignment - 1 <= (kMax - T * config.K) / config.E,
+           "{} routes of {} experts aligned to {} do not fit int32 offsets", T * config.K, config.E, config.offset_alignment);
+  if (config.K == 1 && is_renormalised(config)) {
+    warn_once("router.renormalised_k1",
+              "K = 1 with renormalised weights: every weight is 1, so the task loss cannot train the router; set renormalise = false (and a score over all "
+              "experts) to give it a gradient");
+  }
+  const ForwardCall call{config, inputs, outputs, stream};
+  select_implementation("router", kForward, call).run(call);
+}
+
+RouterLosses router_losses(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
+                           const RouterLossInputs& loss_inputs, Stream stream) {
+  check_common(config, inputs, route);
+  check_losses(losses, loss_inputs, route.T);
+  const LossesCall call{config, losses, inputs, route, loss_inputs, stream};
+  return select_implementation("router", kLosses, call).run(call);
+}
+
+void router_backward(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route, const float* d_weights,
+                     const RouterLossInputs& loss_inputs, float loss_scale, const TensorView& d_logits, Stream stream) {
+  check_common(config, inputs, route);
+  check_losses(losses, loss_inputs, route.T);
+  WB_CHECK(d_logits.rank == 2 && d_logits.shape[0] == route.T && d_logits.shape[1] == config.E && d_logits.dtype == DType::kF32 &&
+               d_logits.device == inputs.logits.device && (config.E == 1 || d_logits.stride[1] == 1) && (route.T <= 1 || d_logits.stride[0] >= config.E),
+           "d_logits must be f32 [T = {}, E = {}] with dense columns on {}, got {}", route.T, config.E, to_string(inputs.logits.device), d_logits.describe());
+  WB_CHECK(route.T == 0 || d_logits.data != nullptr, "d_logits of {} rows have no memory", route.T);
+  WB_CHECK(std::isfinite(loss_scale), "loss_scale must be finite, got {}", loss_scale);
+  const BackwardCall call{config, losses, inputs, route, d_weights, loss_inputs, loss_scale, d_logits, stream};
+  select_implementation("router", kBackward, call).run(call);
+}
+
+namespace router_impl {
+
+std::int64_t count_valid_tokens(const RouterInputs& inputs, std::int64_t begin, std::int64_t end) {
+  std::int64_t valid = 0;
+  for (std::int64_t t = begin; t < end; ++t) valid += !is_padding(inputs, t);
+  return valid;
+}
+
+void write_counts(const ForwardCall& call) {
+  const RouterOutputs& outputs = call.outputs;
+  if (outputs.route.counts == nullptr && outputs.offsets == nullptr && outputs.aligned_offsets == nullptr) return;
+  const RouteView& route = outputs.route;
+  Tensor scratch;
+  std::int32_t* counts = route.counts;
+  if (counts == nullptr) {
+    scratch.resize(DType::kI32, {route.E});
+    counts = scratch.as<std::int32_t>();
+  }
+  std::memset(counts, 0, static_cast<std::size_t>(route.E) * sizeof(std::int32_t));
+  for (std::int64_t t = 0; t < route.T; ++t) {
+    for (std::int64_t k = 0; k < route.K; ++k) {
+      const std::int32_t id = route.id(t, k);
+      if (id >= 0) ++counts[id];
+    }
+  }
+  const auto scan = [&](std::int32_t* offsets, std::int64_t alignment) {
+    std::int64_t next = 0;
+    for (std::int64_t e = 0; e < route.E; ++e) {
+      offsets[e] = static_cast<std::int32_t>(next);
+      next += (counts[e] + alignment - 1) / alignment * alignment;
+    }
+    offsets[route.E] = static_cast<std::int32_t>(next);
+  };
+  if (outputs.offsets != nullptr) scan(outputs.offsets, 1);
+  if (outputs.aligned_offsets != nullptr) scan(outputs.aligned_offsets, call.config.offset_alignment);
+}
+
+}  // namespace router_impl
+}  // namespace waybill
