@@ -19,8 +19,8 @@ struct AttentionShape {
   std::int64_t num_heads = 0;
   std::int64_t num_kv_heads = 0, head_dim = 0;
   bool qk_norm = false;
-  std::int64_t q_rank = 0;   // width of the query's low-rank projection; 0 = one full projection
-  std::int64_t kv_rank = 0;  // width of the shared key/value latent
+  std::int64_t q_rank = 0;                             // width of the query's low-rank projection; 0 = one full projection
+  std::int64_t kv_rank = 0;                            // width of the shared key/value latent
   std::int64_t nope_dim = 0, rope_dim = 0, v_dim = 0;  // per head: query/key without and with rotation, value
 };
 
@@ -33,12 +33,12 @@ struct ArchitectureConfig {
   bool tie_embeddings = false;
   AttentionShape attention;
   std::int64_t E = 0, K = 0, F = 0;
-  std::int64_t shared_F = 0;  // width of all shared experts together; 0 = none
-  bool shared_gate = false;   // a learned scalar gate on the shared expert: H parameters
-  std::int64_t latent = 0;    // experts see rows of this width; 0 = H
-  bool gated = true;          // routed and shared experts hold 3 matrices (SwiGLU and its like) or 2 (ReLU^2)
-  bool expert_bias = false;   // biases on both expert matmuls
-  bool router_bias = false;   // aux-free selection bias, E values a layer (no gradient)
+  std::int64_t shared_F = 0;    // width of all shared experts together; 0 = none
+  bool shared_gate = false;     // a learned scalar gate on the shared expert: H parameters
+  std::int64_t latent = 0;      // experts see rows of this width; 0 = H
+  bool gated = true;            // routed and shared experts hold 3 matrices (SwiGLU and its like) or 2 (ReLU^2)
+  bool expert_bias = false;     // biases on both expert matmuls
+  bool router_bias = false;     // aux-free selection bias, E values a layer (no gradient)
   std::int64_t mtp_layers = 0;  // multi-token-prediction modules: one MoE layer, a 2H x H projection and the shared head each
 };
 // Refuses sizes that are missing or contradict each other, with the values.
@@ -48,7 +48,7 @@ WB_API ArchitectureConfig architecture_of(const ModelConfig& config);
 
 // Parameters. "active": those one token uses; the embedding table and the head count in full in both, MTP modules in neither.
 struct ParameterCounts {
-  std::int64_t embedding = 0, head = 0;           // head = 0 where tied
+  std::int64_t embedding = 0, head = 0;              // head = 0 where tied
   std::int64_t attention = 0, dense = 0, norms = 0;  // over all layers
   std::int64_t router = 0, latent = 0, shared = 0;   // over all layers
   std::int64_t experts = 0, active_experts = 0;      // over all layers; all experts, and the K a token visits
@@ -70,8 +70,8 @@ WB_API TokenFlops flops_per_token(const ArchitectureConfig& config);
 
 // How a run spreads and stores the model. Bytes per element; a plain fp32 run as on the CPU engine is the default.
 struct MemoryPlan {
-  int P = 1, D = 1;  // expert-parallel ranks, replicas of an expert
-  std::int64_t tokens_per_rank = 4096;  // of one micro-batch
+  int P = 1, D = 1;                                              // expert-parallel ranks, replicas of an expert
+  std::int64_t tokens_per_rank = 4096;                           // of one micro-batch
   double weight_bytes = 4, grad_bytes = 4, optimizer_bytes = 8;  // per parameter (AdamW: two fp32 moments)
   double activation_bytes = 4;
   double receive_factor = 1;  // received slots / (tokens * K) planned for: 1 = balanced load
@@ -80,9 +80,9 @@ struct MemoryPlan {
 // Bytes on one rank. A model of the engine's own tensors, not a measurement.
 struct MemoryEstimate {
   double weights = 0, gradients = 0, optimizer = 0;
-  double activations = 0;      // saved for backward, all layers
-  double receive_window = 0;   // rows and expert outputs of one layer in flight
-  double logits = 0;           // of one row chunk of the fused loss
+  double activations = 0;       // saved for backward, all layers
+  double receive_window = 0;    // rows and expert outputs of one layer in flight
+  double logits = 0;            // of one row chunk of the fused loss
   std::int64_t parameters = 0;  // held by this rank
   double total() const { return weights + gradients + optimizer + activations + receive_window + logits; }
 };

@@ -10,11 +10,11 @@
 namespace waybill {
 
 struct Parameter {
-  std::string name;        // replicated: "layers.0.attention.wq"; experts: "layers.0.moe.w1" holding experts [expert_begin, +L)
-  Tensor value, grad;      // fp32; grad is null where not trainable
-  bool is_expert = false;  // dimension 0 is local experts; gradients are reduced over the D replicas only
-  bool decay = false;      // weight decay applies (matrices)
-  bool trainable = true;   // false: state that is saved but has no gradient (router bias)
+  std::string name;                                // replicated: "layers.0.attention.wq"; experts: "layers.0.moe.w1" holding experts [expert_begin, +L)
+  Tensor value, grad;                              // fp32; grad is null where not trainable
+  bool is_expert = false;                          // dimension 0 is local experts; gradients are reduced over the D replicas only
+  bool decay = false;                              // weight decay applies (matrices)
+  bool trainable = true;                           // false: state that is saved but has no gradient (router bias)
   std::int64_t expert_begin = 0, num_experts = 0;  // experts: first global id on this rank, experts in the layer
   int layer = -1;
 };

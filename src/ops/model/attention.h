@@ -8,7 +8,7 @@
 namespace waybill {
 
 struct AttentionDims {
-  std::int64_t B = 0, seq_len = 0;  // T = B * seq_len rows, sequence by sequence
+  std::int64_t B = 0, seq_len = 0;                             // T = B * seq_len rows, sequence by sequence
   std::int64_t num_heads = 0, num_kv_heads = 0, head_dim = 0;  // query head h reads key/value head h / (num_heads / num_kv_heads)
   std::int64_t T() const { return B * seq_len; }
 };

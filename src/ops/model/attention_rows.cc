@@ -80,8 +80,7 @@ WB_SIMD_INLINE void dot_rows_body(const float* a, const float* b, std::int64_t r
 
 }  // namespace
 
-WB_SIMD_KERNEL(softmax_rows,
-               (float* scores, std::int64_t stride, std::int64_t rows, std::int64_t width, std::int64_t first_limit, float scale, float* lse),
+WB_SIMD_KERNEL(softmax_rows, (float* scores, std::int64_t stride, std::int64_t rows, std::int64_t width, std::int64_t first_limit, float scale, float* lse),
                (scores, stride, rows, width, first_limit, scale, lse))
 WB_SIMD_KERNEL(softmax_backward_rows,
                (float* scores, float* d_probs, std::int64_t stride, std::int64_t rows, std::int64_t width, std::int64_t first_limit, float scale,

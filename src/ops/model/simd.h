@@ -28,16 +28,19 @@ inline Level level() {
 
 // Defines `void name params` from `void name_body params`.
 #if defined(__x86_64__)
-#define WB_SIMD_KERNEL(name, params, args)                                                                        \
-  __attribute__((target("avx512f,avx512dq,avx512vl"))) static void name##_avx512 params { name##_body args; }     \
-  __attribute__((target("avx2"))) static void name##_avx2 params { name##_body args; }                            \
-  static void name##_base params { name##_body args; }                                                            \
-  void name params {                                                                                              \
-    switch (::waybill::simd::level()) {                                                                           \
-      case ::waybill::simd::Level::kAvx512: return name##_avx512 args;                                            \
-      case ::waybill::simd::Level::kAvx2: return name##_avx2 args;                                                \
-      default: return name##_base args;                                                                           \
-    }                                                                                                             \
+#define WB_SIMD_KERNEL(name, params, args)                                                                    \
+  __attribute__((target("avx512f,avx512dq,avx512vl"))) static void name##_avx512 params { name##_body args; } \
+  __attribute__((target("avx2"))) static void name##_avx2 params { name##_body args; }                        \
+  static void name##_base params { name##_body args; }                                                        \
+  void name params {                                                                                          \
+    switch (::waybill::simd::level()) {                                                                       \
+      case ::waybill::simd::Level::kAvx512:                                                                   \
+        return name##_avx512 args;                                                                            \
+      case ::waybill::simd::Level::kAvx2:                                                                     \
+        return name##_avx2 args;                                                                              \
+      default:                                                                                                \
+        return name##_base args;                                                                              \
+    }                                                                                                         \
   }
 #else
 #define WB_SIMD_KERNEL(name, params, args) \

@@ -8,22 +8,22 @@ namespace {
 
 struct StepFactors {
   float beta1, one_minus_beta1, beta2, one_minus_beta2;
-  float step_size;         // learning_rate / (1 - beta1^t)
-  float second_inverse;    // 1 / (1 - beta2^t)
-  float epsilon, shrink;   // shrink = learning_rate * weight_decay, 0 without decay
+  float step_size;        // learning_rate / (1 - beta1^t)
+  float second_inverse;   // 1 / (1 - beta2^t)
+  float epsilon, shrink;  // shrink = learning_rate * weight_decay, 0 without decay
   float gradient_scale;
 };
 
 // Elementwise with IEEE operations only: every instruction set gives the same bits, so the compiler may use wide ones.
-#define WB_ADAMW_LOOP                                                                              \
-  for (std::int64_t i = 0; i < count; ++i) {                                                       \
-    const float g = f.gradient_scale * grad[i];                                                    \
-    const float mi = f.beta1 * m[i] + f.one_minus_beta1 * g;                                       \
-    const float vi = f.beta2 * v[i] + f.one_minus_beta2 * (g * g);                                 \
-    m[i] = mi;                                                                                     \
-    v[i] = vi;                                                                                     \
-    const float update = f.step_size * mi / (std::sqrt(vi * f.second_inverse) + f.epsilon);        \
-    value[i] = (value[i] - f.shrink * value[i]) - update;                                          \
+#define WB_ADAMW_LOOP                                                                       \
+  for (std::int64_t i = 0; i < count; ++i) {                                                \
+    const float g = f.gradient_scale * grad[i];                                             \
+    const float mi = f.beta1 * m[i] + f.one_minus_beta1 * g;                                \
+    const float vi = f.beta2 * v[i] + f.one_minus_beta2 * (g * g);                          \
+    m[i] = mi;                                                                              \
+    v[i] = vi;                                                                              \
+    const float update = f.step_size * mi / (std::sqrt(vi * f.second_inverse) + f.epsilon); \
+    value[i] = (value[i] - f.shrink * value[i]) - update;                                   \
   }
 
 #if defined(__x86_64__)
@@ -70,10 +70,17 @@ std::vector<OptimizerState> make_optimizer_states(std::span<const Parameter> par
     for (Tensor* moment : {&state.m, &state.v}) {
       const TensorView& value = p.value.view();
       switch (value.rank) {
-        case 1: *moment = Tensor::zeros(DType::kF32, {value.shape[0]}); break;
-        case 2: *moment = Tensor::zeros(DType::kF32, {value.shape[0], value.shape[1]}); break;
-        case 3: *moment = Tensor::zeros(DType::kF32, {value.shape[0], value.shape[1], value.shape[2]}); break;
-        default: *moment = Tensor::zeros(DType::kF32, {value.shape[0], value.shape[1], value.shape[2], value.shape[3]});
+        case 1:
+          *moment = Tensor::zeros(DType::kF32, {value.shape[0]});
+          break;
+        case 2:
+          *moment = Tensor::zeros(DType::kF32, {value.shape[0], value.shape[1]});
+          break;
+        case 3:
+          *moment = Tensor::zeros(DType::kF32, {value.shape[0], value.shape[1], value.shape[2]});
+          break;
+        default:
+          *moment = Tensor::zeros(DType::kF32, {value.shape[0], value.shape[1], value.shape[2], value.shape[3]});
       }
     }
   }
