@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/gemm_engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "ops/gemm/tuning.h"
+#include "waybill/tensor.h"
+
+namespace waybill::detail {
+namespace {
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
+
+// What masked rows read: long enough for the deepest panel in fp32.
+alignas(64) const float kZeros[kMaxDepth] = {};
+
+// Per-thread memory of the packed panels.
+float* thread_scratch(std::int64_t num_floats) {
+  thread_local Buffer buffer;
+  const std::size_t bytes = static_cast<std::size_t>(num_floats) * sizeof(float);
+  if (buffer.bytes() < bytes) {
+    buffer = Buffer();
+    buffer = Buffer(bytes);
+  }
+  return static_cast<float*>(buffer.data());
+}
+
+// How a call is cut. Changes speed only.
+struct Tiling {
+  std::int64_t max_m, tile_n, num_n;
+};
+
+struct GroupSizes {
+  std::int64_t m, k, first;  // first = row (kM) or k (kK) of the shared tensors at which the group begins
+};
+
+GroupSizes sizes_of(const GemmBatch& batch, std::int64_t g) {
+  if (batch.ragged == Ragged::kNone) return {batch.m, batch.k, 0};
+  const std::int64_t begin = batch.offsets[g], count = batch.offsets[g + 1] - begin;
+  return batch.ragged == Ragged::kM ? GroupSizes{count, batch.k, begin} : GroupSizes{batch.m, count, begin};
+}
+
+bool has_work(const GemmBatch& batch, const GroupSizes& sizes) {
+  return sizes.m > 0 && batch.n > 0 && (sizes.k > 0 || !batch.accumulate || batch.bias != nullptr);
+}
+
+Tiling choose_tiling(const GemmBatch& batch, const KernelSet& kernels, int num_threads) {
+  Tiling tiling{kMaxTaskRows, 0, ceil_div(batch.n, kMaxTaskColumns)};
+  std::int64_t rows = 0, largest = 0;
+  for (std::int64_t g = 0; num_threads > 1 && g < batch.groups; ++g) {
+    const std::int64_t m = sizes_of(batch, g).m;
+    rows += ceil_div(m, tiling.max_m);
+    largest = std::max(largest, m);
+  }
+  const std::int64_t wanted = num_threads > 1 ? kTasksPerThread * num_threads : 1;
+  while (rows * tiling.num_n < wanted && ceil_div(batch.n, tiling.num_n) > kMinTaskColumns) tiling.num_n *= 2;
+  if (rows * tiling.num_n < wanted && rows > 0) {
+    tiling.max_m = std::max<std::int64_t>(round_up(ceil_div(largest, ceil_div(wanted, tiling.num_n)), kernels.tile_rows), kMinTaskRows);
+  }
+  tiling.tile_n = round_up(ceil_div(std::max<std::int64_t>(batch.n, 1), std::max<std::int64_t>(tiling.num_n, 1)), kernels.tile_columns);
+  tiling.num_n = ceil_div(batch.n, tiling.tile_n);
+  return tiling;
+}
+
+// Packs `extent` outer indices from `outer` and `depth` values of k from `k` into panels of `width`: panel p is [depth, width], the last one
+// of a is [depth, rest], the last one of b is filled with zeros.
+class Packer {
+ public:
+  Packer(const Operand& operand, const KernelSet& kernels, std::int64_t g, int width, bool pad)
+      : operand_(operand),
+        data_(static_cast<const char*>(operand.data)),
+        item_(operand.is_bf16 ? 2 : 4),
+        base_(g * operand.group_stride),
+        width_(width),
+        pad_(pad),
+        pack_rows_(operand.is_bf16 ? kernels.pack_rows_bf16 : kernels.pack_rows_f32),
+        pack_columns_(operand.is_bf16 ? kernels.pack_columns_bf16 : kernels.pack_columns_f32) {}
+
+  void pack(std::int64_t outer, std::int64_t extent, std::int64_t k, std::int64_t depth, float* out) const {
+    const bool along_k = operand_.k_stride == 1 && operand_.k_rows == nullptr && operand_.k_mask == nullptr;
+    along_k ? transpose(outer, extent, k, depth, out) : copy(outer, extent, k, depth, out);
+  }
+
+ private:
+  const char* at(std::int64_t outer, std::int64_t k) const { return data_ + (base_ + outer * operand_.outer_stride + k * operand_.k_stride) * item_; }
+
+  void transpose(std::int64_t outer, std::int64_t extent, std::int64_t k, std::int64_t depth, float* out) const {
+    const void* rows[kPackRows];
+    for (std::int64_t first = 0; first < extent; first += width_, out += width_ * depth) {
+      const int count = static_cast<int>(std::min<std::int64_t>(width_, extent - first));
+      for (int i = 0; i < count; ++i) {
+        const std::int64_t o = outer + first + i;
+        const std::int64_t row = operand_.outer_rows == nullptr ? o : operand_.outer_rows[o];
+        rows[i] = row < 0 ? static_cast<const void*>(kZeros) : at(row, k);
+      }
+      const int panel = pad_ ? width_ : count;
+      for (int i = count; i < panel; ++i) rows[i] = kZeros;
+      pack_rows_(rows, panel, depth, out);
+    }
+  }
+
+  // A few rows of k at a time, so that panels are written in runs and the rows stay in the first-level cache meanwhile.
+  void copy(std::int64_t outer, std::int64_t extent, std::int64_t k, std::int64_t depth, float* out) const {
+    const void* rows[kCopyRows];
+    for (std::int64_t done = 0; done < depth; done += kCopyRows) {
+      const int num_rows = static_cast<int>(std::min<std::int64_t>(kCopyRows, depth - done));
+      for (int i = 0; i < num_rows; ++i) {
+        const std::int64_t at_k = k + done + i;
+        const bool masked = operand_.k_mask != nullptr && operand_.k_mask[at_k] < 0;
+        rows[i] = masked ? nullptr : at(outer, operand_.k_rows == nullptr ? at_k : operand_.k_rows[at_k]);
+      }
+      for (std::int64_t first = 0; first < extent; first += width_) {
+        const int count = static_cast<int>(std::min<std::int64_t>(width_, extent - first));
+        const int panel = pad_ ? width_ : count;
+        pack_columns_(rows, num_rows, first * item_, count, panel, out + first * depth + done * panel);
+      }
+    }
+  }
+
+  const Operand& operand_;
+  const char* data_;
+  std::int64_t item_, base_;
+  int width_;
+  bool pad_;
+  PackRowsFn pack_rows_;
+  PackColumnsFn pack_columns_;
+};
+
+// One (group, m tile, n tile): packs its part of a and b a depth block at a time and finishes its part of c.
+class Task {
+ public:
+  Task(const GemmBatch& batch, const KernelSet& kernels, std::int64_t g, std::int64_t m, std::int64_t rows, std::int64_t n, std::int64_t columns)
+      : batch_(batch), kernels_(kernels), sizes_(sizes_of(batch, g)), g_(g), m_(m), rows_(rows), n_(n), columns_(columns) {}
+
+  void run() {
+    const std::int64_t num_blocks = std::max<std::int64_t>(ceil_div(sizes_.k, kMaxDepth), 1);
+    const std::int64_t depth_step = std::min(round_up(ceil_div(sizes_.k, num_blocks), 8), kMaxDepth);
+    const std::int64_t padded = round_up(columns_, kernels_.tile_columns);
+    const bool direct = !batch_.c_is_bf16 && !batch_.accumulate && batch_.bias == nullptr && batch_.c_mask == nullptr;
+    const std::int64_t a_floats = round_up(rows_ * depth_step, 16), b_floats = padded * depth_step;
+    const bool keeps_sums = num_blocks > 1 && !(direct && padded == columns_);
+    float* a = thread_scratch(a_floats + b_floats + (keeps_sums ? rows_ * padded : kMaxTileRows * kMaxTileColumns));
+    float* b = a + a_floats;
+    float* sums = b + b_floats;
+
+    const std::int64_t first_m = batch_.ragged == Ragged::kM ? sizes_.first : 0, first_k = batch_.ragged == Ragged::kK ? sizes_.first : 0;
+    const Packer pack_a(batch_.a, kernels_, g_, kernels_.tile_rows, false);
+    const Packer pack_b(batch_.b, kernels_, g_, kernels_.tile_columns, true);
+    for (std::int64_t block = 0, k = 0; block < num_blocks; ++block, k += depth_step) {
+      const std::int64_t depth = std::min(depth_step, sizes_.k - k);
+      pack_a.pack(first_m + m_, rows_, first_k + k, depth, a);
+      pack_b.pack(n_, columns_, first_k + k, depth, b);
+      multiply({a, b, sums, depth, padded, block == 0, block + 1 == num_blocks, keeps_sums, direct});
+    }
+  }
+
+ private:
+  struct Block {
+    const float *a, *b;
+    float* sums;
+    std::int64_t depth, padded;
+    bool first, last, keeps_sums, direct;
+  };
+
+  // b's panel stays in the first-level cache while the panels of a pass by.
+  void multiply(const Block& block) const {
+    for (std::int64_t n = 0; n < columns_; n += kernels_.tile_columns) {
+      const std::int64_t width = std::min<std::int64_t>(kernels_.tile_columns, columns_ - n);
+      const bool in_place = block.direct && width == kernels_.tile_columns;
+      for (std::int64_t m = 0; m < rows_; m += kernels_.tile_rows) {
+        const int height = static_cast<int>(std::min<std::int64_t>(kernels_.tile_rows, rows_ - m));
+        float* to = block.sums + (block.keeps_sums ? m * block.padded + n : 0);
+        std::int64_t stride = block.keeps_sums ? block.padded : kMaxTileColumns;
+        if (in_place) {
+          to = static_cast<float*>(batch_.c) + c_index(m, n);
+          stride = batch_.c_stride;
+        }
+        kernels_.tile[height](block.depth, block.a + m * block.depth, block.b + n * block.depth, to, stride, !block.first);
+        if (block.last && !in_place) finish(to, stride, m, height, n, width);
+      }
+    }
+  }
+
+  std::int64_t c_index(std::int64_t m, std::int64_t n) const {
+    const std::int64_t first = batch_.ragged == Ragged::kM ? sizes_.first : 0;
+    return g_ * batch_.c_group_stride + (first + m_ + m) * batch_.c_stride + n_ + n;
+  }
+
+  void finish(const float* sums, std::int64_t stride, std::int64_t m, int height, std::int64_t n, std::int64_t width) const {
+    const std::int64_t item = batch_.c_is_bf16 ? 2 : 4;
+    const FinishFn finish_row = batch_.c_is_bf16 ? kernels_.finish_bf16 : kernels_.finish_f32;
+    const float* bias = batch_.bias == nullptr ? nullptr : batch_.bias + g_ * batch_.n + n_ + n;
+    for (int i = 0; i < height; ++i) {
+      char* out = static_cast<char*>(batch_.c) + c_index(m + i, n) * item;
+      if (batch_.c_mask != nullptr && batch_.c_mask[sizes_.first + m_ + m + i] < 0) {
+        if (!batch_.accumulate) std::memset(out, 0, static_cast<std::size_t>(width * item));
+      } else {
+        finish_row(sums + i * stride, bias, width, batch_.accumulate, out);
+      }
+    }
+  }
+
+  const GemmBatch& batch_;
+  const KernelSet& kernels_;
+  GroupSizes sizes_;
+  std::int64_t g_, m_, rows_, n_, columns_;
+};
+
+}  // namespace
+
+void run_gemm_batch(const GemmBatch& batch, const KernelSet& kernels, ThreadPool* pool) {
+  if (batch.n == 0) return;
+  const Tiling tiling = choose_tiling(batch, kernels, pool == nullptr ? 1 : pool->num_threads());
+  thread_local std::vector<std::int64_t> task_offsets;  // [groups + 1]
+  task_offsets.resize(static_cast<std::size_t>(batch.groups) + 1);
+  task_offsets[0] = 0;
+  for (std::int64_t g = 0; g < batch.groups; ++g) {
+    const GroupSizes sizes = sizes_of(batch, g);
+    const std::int64_t tasks = has_work(batch, sizes) ? ceil_div(sizes.m, tiling.max_m) * tiling.num_n : 0;
+    task_offsets[static_cast<std::size_t>(g) + 1] = task_offsets[static_cast<std::size_t>(g)] + tasks;
+  }
+  const std::vector<std::int64_t>& first_task = task_offsets;  // workers read the caller's list
+  const auto run_tasks = [&](std::int64_t begin, std::int64_t end) {
+    std::int64_t g = std::upper_bound(first_task.begin(), first_task.end(), begin) - first_task.begin() - 1;
+    for (std::int64_t task = begin; task < end; ++task) {
+      while (task >= first_task[static_cast<std::size_t>(g) + 1]) ++g;
+      const std::int64_t local = task - first_task[static_cast<std::size_t>(g)];
+      const std::int64_t group_m = sizes_of(batch, g).m;
+      const std::int64_t step = round_up(ceil_div(group_m, ceil_div(group_m, tiling.max_m)), kernels.tile_rows);
+      const std::int64_t m = local / tiling.num_n * step, n = local % tiling.num_n * tiling.tile_n;
+      if (m >= group_m) continue;  // rounding the step up may leave the last tile empty
+      Task(batch, kernels, g, m, std::min(step, group_m - m), n, std::min(tiling.tile_n, batch.n - n)).run();
+    }
+  };
+  parallel_for(pool, first_task.back(), 1, run_tasks);
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/kernel.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "waybill/error.h"
+
+namespace waybill::detail {
+namespace {
+
+// The name after "gemm:" in WB_FORCE=<op>:<impl>[,<op>:<impl>...]; empty when it says nothing about gemm.
+std::string forced_by_environment() {
+  const char* text = std::getenv("WB_FORCE");
+  std::string_view rest = text == nullptr ? "" : text;
+  while (!rest.empty()) {
+    const std::string_view entry = rest.substr(0, rest.find(','));
+    rest.remove_prefix(entry.size() < rest.size() ? entry.size() + 1 : entry.size());
+    if (entry.substr(0, 5) == "gemm:") return std::string(entry.substr(5));
+  }
+  return {};
+}
+
+const KernelSet kReferenceMarker = {"ref", 0, 0, {}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+const KernelSet* find_kernels(std::string_view name) {
+  if (name.empty()) return usable_kernels().sets[0];
+  if (name == "ref") return &kReferenceMarker;
+  std::string known = "ref";
+  for (int i = 0; i < usable_kernels().count; ++i) {
+    const KernelSet* set = usable_kernels().sets[i];
+    if (name == set->name) return set;
+    known += std::string(", ") + set->name;
+  }
+  WB_FAIL(ErrorCode::kUnsupported, "gemm implementation \"{}\" was asked for; this machine can run: {}", name, known);
+}
+
+std::atomic<const KernelSet*>& selection() {
+  static std::atomic<const KernelSet*> selected{find_kernels(forced_by_environment())};
+  return selected;
+}
+
+}  // namespace
+
+const KernelList& usable_kernels() {
+  static const KernelList list = [] {
+    KernelList found{};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      found.sets[found.count++] = &kAvx512Kernels;
+    }
+    if (avx2) found.sets[found.count++] = &kAvx2Kernels;
+#endif
+    found.sets[found.count++] = &kPortableKernels;
+    return found;
+  }();
+  return list;
+}
+
+const KernelSet* selected_kernels() {
+  const KernelSet* set = selection().load(std::memory_order_relaxed);
+  return set == &kReferenceMarker ? nullptr : set;
+}
+
+void force_gemm(const char* name) {
+  const std::string_view wanted = name == nullptr ? "" : name;
+  selection().store(find_kernels(wanted.empty() ? forced_by_environment() : std::string(wanted)));
+}
+
+}  // namespace waybill::detail
