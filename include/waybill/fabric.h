@@ -29,13 +29,21 @@ struct Topology {
   std::vector<int> domain_of;  // [P]
 };
 
-// A pending exchange; wait() must be called before the buffers are reused. Destroying it waits.
+// A pending exchange; wait() must be called before the buffers are reused. Several may be pending and may be waited for in any
+// order. Destroying it waits; during an exception it withdraws instead, which fails the group. Do not outlive the Fabric.
 class WB_API ExchangeRequest {
  public:
   virtual ~ExchangeRequest() = default;
   virtual void wait() = 0;
 };
 
+// Rules of every engine:
+// - Every rank calls the same collectives in the same order with the same `phase`. A rank that calls another one, or with another
+//   size, is named in a kInvalidArgument on every rank of the group; no data is exchanged by that call.
+// - A wait that runs out throws kTimeout naming rank, missing peers, phase, expected and seen, and fails the group. A group that
+//   has failed stays failed: pending and later calls of the peers throw kPeerFailed with the first reason. A rank that leaves
+//   (its Fabric is destroyed) fails the peers that still wait for it.
+// - One thread per rank calls; calls of different groups may overlap, in one order on all ranks.
 class WB_API Fabric {
  public:
   virtual ~Fabric() = default;
@@ -67,9 +75,10 @@ class WB_API Fabric {
   virtual void broadcast(void* data, std::size_t bytes, int root, std::string_view phase) = 0;
 
   // Ranks with the same colour form a new group, ordered by (key, rank). Collective. colour < 0: this rank gets null.
+  // The groups fail on their own, but a failure of this group also fails those split from it.
   virtual std::unique_ptr<Fabric> split(int colour, int key, std::string_view name) = 0;
 
-  // Tells every rank of the group that this one has failed: their pending and later waits throw kPeerFailed with `reason`.
+  // Tells every rank of the group that this one has failed: their pending and later calls throw kPeerFailed with `reason`.
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 
@@ -77,7 +86,12 @@ class WB_API Fabric {
 WB_API std::unique_ptr<Fabric> make_single_fabric();
 
 // The threads engine: runs body(fabric) on P threads and returns when all have ended. If a body throws, the others are woken
-// with kPeerFailed and the first error is rethrown here.
+// with kPeerFailed and the first error is rethrown here as an Error of the same code with "rank R: " before its text (other
+// std::exceptions become kInternal; anything else is rethrown as it is). Not nested: a body may call run_ranks for a new world.
 WB_API void run_ranks(int P, const std::function<void(Fabric&)>& body, const FabricOptions& options = {});
+
+// The same engine for threads of the caller: element r is rank r's end, to be used and destroyed by one thread. The group's state
+// lives until the last of them is gone.
+WB_API std::vector<std::unique_ptr<Fabric>> make_thread_group(int P, const FabricOptions& options = {});
 
 }  // namespace waybill

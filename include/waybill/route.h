@@ -16,6 +16,11 @@ inline constexpr std::int64_t kMaxExpertsInt16 = 32768;  // ids 0..32767
 // int16 up to 32,768 experts (times expert-tensor-parallel ways), int32 beyond.
 inline DType route_id_dtype(std::int64_t num_experts) { return num_experts <= kMaxExpertsInt16 ? DType::kI16 : DType::kI32; }
 
+// The only test that may decide whether an id is used as an address. -1 means "no route"; every other id outside [0, E) is a
+// bad id: ignored alike by plan, dispatch, permute and combine, and counted (RoutePlan::num_bad_ids, StatusWord).
+WB_HD inline bool is_route(std::int32_t id, std::int64_t E) { return id >= 0 && id < E; }
+WB_HD inline bool is_bad_id(std::int32_t id, std::int64_t E) { return id < -1 || id >= E; }
+
 // Routes in memory that somebody else owns (host or device).
 //   ids     [T, K] int16 or int32. -1 = no route. Valid ids of a row are distinct and come in descending selection score
 //           (ties: lower id first); -1 last.
@@ -54,7 +59,8 @@ class WB_API Route {
   std::int64_t E() const { return view_.E; }
   const RouteView& view() const { return view_; }
   operator const RouteView&() const { return view_; }
-  void recount();  // counts from ids
+  void recount();  // counts from ids; ids outside [0, E) are not counted
+  static Route copy_of(const RouteView& source);  // host memory only; counts are computed where the source has none
 
  private:
   Tensor ids_, weights_, counts_;
@@ -66,8 +72,9 @@ struct RouteCheck {
   bool allow_duplicates = false;    // a row that names an expert twice (only the dense-map path takes such routes)
 };
 
-// Throws kInvalidArgument naming row, slot and value of the first broken rule: id range, distinct ids, -1 last is NOT
-// demanded of callers' routes, weight finite and 0 at -1, sum(counts) == number of valid routes (the dropless invariant).
+// Throws kInvalidArgument naming row, slot and value of the first broken rule: id range, distinct ids, weight finite and 0 at
+// -1, and, where counts are given, counts equal to the ids' (so their sum is the number of valid routes: the dropless
+// invariant). That -1 comes last is not demanded of callers' routes. Host routes only. T = 0 is legal.
 WB_API void validate(const RouteView& route, const RouteCheck& check = {});
 
 // Which rank holds which expert. Default: E / P consecutive experts a rank.
@@ -78,11 +85,14 @@ struct ExpertPlacement {
   const std::int32_t* rank_table = nullptr;   // rank of expert e
   const std::int32_t* local_table = nullptr;  // index of expert e on its rank
 
-  std::int64_t L() const { return E / P; }
-  int rank_of(std::int64_t e) const { return rank_table != nullptr ? rank_table[e] : static_cast<int>(e / L()); }
-  std::int64_t local_of(std::int64_t e) const { return local_table != nullptr ? local_table[e] : e % L(); }
+  // For valid ids only (is_route). Callable from kernels when the tables are device memory.
+  WB_HD std::int64_t L() const { return E / P; }
+  WB_HD int rank_of(std::int64_t e) const { return rank_table != nullptr ? rank_table[e] : static_cast<int>(e / L()); }
+  WB_HD std::int64_t local_of(std::int64_t e) const { return local_table != nullptr ? local_table[e] : e % L(); }
 };
 // Refuses E < 1, P < 1 and E not divisible by P, with the values.
 WB_API ExpertPlacement block_placement(std::int64_t E, int P);
+// The same, and for tables: every rank holds exactly E / P experts under the local ids 0 .. E / P - 1.
+WB_API void validate(const ExpertPlacement& placement);
 
 }  // namespace waybill

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fabric/mpi/operation.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace waybill::mpi {
+namespace {
+
+constexpr std::size_t kChunkBytes = std::size_t{1} << 30;  // MPI counts are int
+
+bool test(MPI_Request& request, const std::string& where) {
+  if (request == MPI_REQUEST_NULL) return true;
+  int flag = 0;
+  check_mpi(MPI_Test(&request, &flag, MPI_STATUS_IGNORE), "MPI_Test", where);
+  return flag != 0;
+}
+
+}  // namespace
+
+const char* to_string(Kind kind) {
+  switch (kind) {
+    case Kind::kBarrier:
+      return "barrier";
+    case Kind::kAllGather:
+      return "all_gather";
+    case Kind::kAllToAll:
+      return "all_to_all";
+    case Kind::kAllReduce:
+      return "all_reduce";
+    case Kind::kBroadcast:
+      return "broadcast";
+    case Kind::kSplit:
+      return "split";
+    case Kind::kLeave:
+      return "leave";
+  }
+  return "unknown collective";
+}
+
+void check_mpi(int code, const char* call, const std::string& where) {
+  if (code == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  WB_FAIL(ErrorCode::kPeerFailed, "{} failed in {}: {}", call, where, std::string_view(text, static_cast<std::size_t>(length)));
+}
+
+Operation::Operation(const Group& group, Header header, std::span<const Fabric::Span> send, std::span<const Fabric::Span> receive)
+    : group_(group), header_(header), send_(send.begin(), send.end()), receive_(receive.begin(), receive.end()), peers_(group.world_ranks.size()) {}
+
+std::string Operation::describe() const {
+  return fmt::format("{} '{}' (collective {} of group '{}')", to_string(header_.kind), header_.phase, header_.sequence, group_.name);
+}
+
+void Operation::start(MPI_Comm communicator) {
+  const auto me = static_cast<std::size_t>(group_.rank);
+  WB_CHECK(send_[me].bytes == receive_[me].bytes, "{}: rank {} sends {} bytes to itself and expects {}", describe(), me, send_[me].bytes, receive_[me].bytes);
+  if (send_[me].bytes > 0 && send_[me].data != receive_[me].data) std::memcpy(receive_[me].data, send_[me].data, send_[me].bytes);
+  peers_[me].header_seen = peers_[me].complete = true;
+  const int P = static_cast<int>(peers_.size());
+  for (int i = 1; i < P; ++i) {
+    const int peer = (group_.rank + i) % P;  // not every rank talks to rank 0 first
+    Peer& state = peers_[static_cast<std::size_t>(peer)];
+    const int world_rank = group_.world_ranks[static_cast<std::size_t>(peer)];
+    check_mpi(MPI_Irecv(&state.incoming, sizeof(Header), MPI_BYTE, world_rank, header_tag(), communicator, &state.header_receive), "MPI_Irecv", describe());
+    state.outgoing = header_;
+    state.outgoing.payload_bytes = send_[static_cast<std::size_t>(peer)].bytes;
+    state.sends.emplace_back(MPI_REQUEST_NULL);
+    check_mpi(MPI_Isend(&state.outgoing, sizeof(Header), MPI_BYTE, world_rank, header_tag(), communicator, &state.sends.back()), "MPI_Isend", describe());
+    transfer(/*sending=*/true, peer, communicator);
+  }
+}
+
+void Operation::transfer(bool sending, int peer, MPI_Comm communicator) {
+  const Fabric::Span& span = (sending ? send_ : receive_)[static_cast<std::size_t>(peer)];
+  Peer& state = peers_[static_cast<std::size_t>(peer)];
+  const int world_rank = group_.world_ranks[static_cast<std::size_t>(peer)];
+  for (std::size_t offset = 0; offset < span.bytes; offset += kChunkBytes) {
+    const int bytes = static_cast<int>(std::min(kChunkBytes, span.bytes - offset));
+    std::byte* data = static_cast<std::byte*>(span.data) + offset;
+    std::vector<MPI_Request>& requests = sending ? state.sends : state.receives;
+    requests.emplace_back(MPI_REQUEST_NULL);
+    check_mpi(sending ? MPI_Isend(data, bytes, MPI_BYTE, world_rank, payload_tag(), communicator, &requests.back())
+                      : MPI_Irecv(data, bytes, MPI_BYTE, world_rank, payload_tag(), communicator, &requests.back()),
+              sending ? "MPI_Isend" : "MPI_Irecv", describe());
+  }
+}
+
+void Operation::check(int peer) const {
+  const Header& seen = peers_[static_cast<std::size_t>(peer)].incoming;
+  WB_CHECK(seen.magic == Header::kMagic, "{}: rank {} sent a header of another Waybill build", describe(), peer);
+  if (seen.kind == Kind::kLeave) WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
+  const bool same = seen.kind == header_.kind && seen.sequence == header_.sequence && seen.detail == header_.detail &&
+                    seen.signature_bytes == header_.signature_bytes && std::strncmp(seen.phase, header_.phase, Header::kPhaseBytes) == 0;
+  WB_CHECK(same, "{} of {} bytes on rank {}, but rank {} is in {} '{}' (collective {}) of {} bytes", describe(), header_.signature_bytes, group_.rank, peer,
+           to_string(seen.kind), seen.phase, seen.sequence, seen.signature_bytes);
+  const std::size_t expected = receive_[static_cast<std::size_t>(peer)].bytes;
+  WB_CHECK(seen.payload_bytes == expected, "{}: rank {} sends {} bytes to rank {}, which expects {} bytes", describe(), peer, seen.payload_bytes, group_.rank,
+           expected);
+}
+
+bool Operation::progress_peer(int peer, MPI_Comm communicator) {
+  Peer& state = peers_[static_cast<std::size_t>(peer)];
+  if (state.complete) return true;
+  if (!state.header_seen) {
+    if (!test(state.header_receive, describe())) return false;
+    state.header_seen = true;
+    check(peer);
+    transfer(/*sending=*/false, peer, communicator);
+  }
+  for (MPI_Request& request : state.receives) {
+    if (!test(request, describe())) return false;
+  }
+  for (MPI_Request& request : state.sends) {
+    if (!test(request, describe())) return false;
+  }
+  return state.complete = true;
+}
+
+bool Operation::progress(MPI_Comm communicator) {
+  bool all = true;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) all = progress_peer(peer, communicator) && all;
+  return done_ = all;
+}
+
+void Operation::abandon() noexcept {
+  const auto drop = [](MPI_Request& request) {
+    if (request == MPI_REQUEST_NULL) return;
+    MPI_Cancel(&request);
+    MPI_Request_free(&request);
+  };
+  for (Peer& peer : peers_) {
+    drop(peer.header_receive);
+    for (MPI_Request& request : peer.receives) drop(request);
+    for (MPI_Request& request : peer.sends) {
+      if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
+    }
+  }
+}
+
+std::vector<int> Operation::peers_without_header() const {
+  std::vector<int> missing;
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    if (!peers_[p].header_seen) missing.push_back(static_cast<int>(p));
+  }
+  return missing;
+}
+
+std::vector<int> Operation::peers_without_payload() const {
+  std::vector<int> missing;
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    if (!peers_[p].complete) missing.push_back(static_cast<int>(p));
+  }
+  return missing;
+}
+
+}  // namespace waybill::mpi

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pairwise collective of the mpi engine as a state machine: a header to and from every peer, then the payload. The payload is
+// only received after the header agreed, so that a rank that calls something else is named and no buffer is overrun.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "waybill/fabric.h"
+
+namespace waybill::mpi {
+
+enum class Kind : std::uint32_t { kBarrier, kAllGather, kAllToAll, kAllReduce, kBroadcast, kSplit, kLeave };
+const char* to_string(Kind kind);
+
+// What travels ahead of every payload. Plain data; all ranks run the same build (checked by size through `magic`).
+struct Header {
+  static constexpr std::size_t kPhaseBytes = 40;
+  static constexpr std::uint64_t kMagic = 0x5742'6d70'6900'0001ull;
+  std::uint64_t magic = kMagic;
+  std::uint64_t sequence = 0;
+  Kind kind = Kind::kBarrier;
+  std::int32_t detail = 0;
+  std::uint64_t signature_bytes = 0;  // what every rank must agree on; 0 where sizes may differ
+  std::uint64_t payload_bytes = 0;    // what follows for this pair
+  char phase[kPhaseBytes] = {};
+};
+
+struct Group {
+  int id = 0;
+  std::string name;
+  std::vector<int> world_ranks;  // [P]
+  int rank = 0;
+  std::vector<int> ancestors;  // ids of the groups this one was split from
+};
+
+class Operation {
+ public:
+  Operation(const Group& group, Header header, std::span<const Fabric::Span> send, std::span<const Fabric::Span> receive);
+
+  // All MPI calls are made by the owner under its lock. Each throws Error on a mismatch or a failed MPI call.
+  void start(MPI_Comm communicator);
+  bool progress(MPI_Comm communicator);  // true when everything has moved
+  void abandon() noexcept;               // after a failure: receives are cancelled, nothing is waited for
+  bool done() const { return done_; }
+
+  std::string describe() const;                   // "all_to_all 'rows' (collective 7 of group 'world')"
+  std::vector<int> peers_without_header() const;  // group ranks
+  std::vector<int> peers_without_payload() const;
+  const Group& group() const { return group_; }
+  static int header_tag_of(const Group& group) { return group.id * kTagsPerGroup; }
+
+ private:
+  struct Peer {
+    Header outgoing, incoming;
+    MPI_Request header_receive = MPI_REQUEST_NULL;
+    std::vector<MPI_Request> sends, receives;
+    bool header_seen = false, complete = false;
+  };
+  void check(int peer) const;
+  bool progress_peer(int peer, MPI_Comm communicator);
+  void transfer(bool sending, int peer, MPI_Comm communicator);
+  int header_tag() const { return header_tag_of(group_); }
+  int payload_tag() const { return header_tag() + 1 + static_cast<int>(header_.sequence % (kTagsPerGroup - 1)); }
+
+  // Payload tags rotate by sequence, so that the payloads of several pending operations of one pair cannot be mixed up.
+  static constexpr int kTagsPerGroup = 128;
+
+  Group group_;
+  Header header_;
+  std::vector<Fabric::Span> send_, receive_;
+  std::vector<Peer> peers_;
+  bool done_ = false;
+};
+
+void check_mpi(int code, const char* call, const std::string& where);
+
+}  // namespace waybill::mpi

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fabric/mpi/transport.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace waybill::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr int kControlTag = 1;
+constexpr auto kShortestNap = 10us, kLongestNap = 500us;  // the progress thread's sleep while peers have nothing for us
+
+std::string list(const std::vector<int>& ranks) { return fmt::format("{}", fmt::join(ranks, ", ")); }
+
+}  // namespace
+
+std::shared_ptr<Transport> Transport::get() {
+  static std::shared_ptr<Transport> transport(new Transport());
+  return transport;
+}
+
+Transport::Transport() {
+  int initialised = 0, level = 0;
+  MPI_Initialized(&initialised);
+  if (initialised == 0) {
+    check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level), "MPI_Init_thread", "start");
+    owns_mpi_ = true;
+  } else {
+    MPI_Query_thread(&level);
+  }
+  if (level < MPI_THREAD_SERIALIZED)
+    WB_FAIL(ErrorCode::kUnsupported, "the MPI library offers thread level {}, MPI_THREAD_SERIALIZED ({}) is needed", level, MPI_THREAD_SERIALIZED);
+  check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &data_), "MPI_Comm_dup", "start");
+  check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &control_), "MPI_Comm_dup", "start");
+  MPI_Comm_set_errhandler(data_, MPI_ERRORS_RETURN);
+  MPI_Comm_set_errhandler(control_, MPI_ERRORS_RETURN);
+  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  MPI_Comm_rank(data_, &world_rank_);
+  MPI_Comm_size(data_, &world_size_);
+  thread_ = std::thread([this] { run(); });
+}
+
+Transport::~Transport() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+  if (!owns_mpi_ || !failures_.empty()) return;  // MPI_Finalize would wait for ranks that may be gone
+  for (auto& [request, header] : leaving_) MPI_Wait(&request, MPI_STATUS_IGNORE);
+  MPI_Comm_free(&data_);
+  MPI_Comm_free(&control_);
+  MPI_Finalize();
+}
+
+int Transport::agree_on_group_id() {
+  const std::lock_guard lock(mutex_);
+  int id = next_group_id_;
+  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &id, 1, MPI_INT, MPI_MAX, data_), "MPI_Allreduce", "start");
+  return id;
+}
+
+void Transport::run() {
+  auto nap = std::chrono::microseconds(kShortestNap);
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (pending_.empty()) {
+      wake_.wait(lock, [&] { return stopping_ || !pending_.empty(); });
+      nap = kShortestNap;
+      continue;
+    }
+    if (progress_once()) {
+      changed_.notify_all();
+      nap = kShortestNap;
+    } else {
+      nap = std::min<std::chrono::microseconds>(nap * 2, kLongestNap);
+    }
+    lock.unlock();
+    std::this_thread::sleep_for(nap);
+    lock.lock();
+  }
+}
+
+// Moves every pending operation a step; true when one of them ended or failed.
+bool Transport::progress_once() {
+  bool news = false;
+  read_control();
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    Operation& operation = **it;
+    bool remove = failure_of(operation.group()) != nullptr;
+    if (!remove) {
+      try {
+        remove = operation.progress(data_);
+      } catch (const Error& error) {
+        fail_locked(operation.group(), error.code(), error.what());
+        remove = true;
+      }
+    }
+    if (remove && !operation.done()) {
+      operation.abandon();
+      abandoned_.push_back(*it);
+    }
+    news = news || remove;
+    it = remove ? pending_.erase(it) : std::next(it);
+  }
+  return news;
+}
+
+void Transport::read_control() {
+  for (;;) {
+    int flag = 0;
+    MPI_Status status;
+    if (MPI_Iprobe(MPI_ANY_SOURCE, kControlTag, control_, &flag, &status) != MPI_SUCCESS || flag == 0) return;
+    int bytes = 0;
+    MPI_Get_count(&status, MPI_BYTE, &bytes);
+    std::vector<char> message(static_cast<std::size_t>(bytes));
+    MPI_Recv(message.data(), bytes, MPI_BYTE, status.MPI_SOURCE, kControlTag, control_, MPI_STATUS_IGNORE);
+    std::int32_t fields[2];  // group, code
+    if (message.size() < sizeof(fields)) continue;
+    std::memcpy(fields, message.data(), sizeof(fields));
+    failures_.try_emplace(fields[0], Failure{static_cast<ErrorCode>(fields[1]), std::string(message.begin() + sizeof(fields), message.end())});
+  }
+}
+
+void Transport::send_control(const Group& group, ErrorCode code, const std::string& reason) {
+  const std::int32_t fields[2] = {group.id, static_cast<std::int32_t>(code)};
+  for (const int world_rank : group.world_ranks) {
+    if (world_rank == world_rank_) continue;
+    Outgoing& message = outgoing_.emplace_back();
+    message.bytes.resize(sizeof(fields) + reason.size());
+    std::memcpy(message.bytes.data(), fields, sizeof(fields));
+    std::memcpy(message.bytes.data() + sizeof(fields), reason.data(), reason.size());
+    MPI_Isend(message.bytes.data(), static_cast<int>(message.bytes.size()), MPI_BYTE, world_rank, kControlTag, control_, &message.request);
+  }
+}
+
+const Transport::Failure* Transport::failure_of(const Group& group) const {
+  if (failures_.empty()) return nullptr;
+  if (const auto found = failures_.find(group.id); found != failures_.end()) return &found->second;
+  for (const int ancestor : group.ancestors) {
+    if (const auto found = failures_.find(ancestor); found != failures_.end()) return &found->second;
+  }
+  return nullptr;
+}
+
+void Transport::fail_locked(const Group& group, ErrorCode code, const std::string& reason) {
+  // Our own mistake stays an invalid argument for everybody; every other failure reaches the peers as "a peer failed".
+  const ErrorCode for_peers = code == ErrorCode::kInvalidArgument ? code : ErrorCode::kPeerFailed;
+  if (failures_.try_emplace(group.id, Failure{code, reason}).second) send_control(group, for_peers, reason);
+}
+
+void Transport::fail(const Group& group, ErrorCode code, const std::string& reason) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    fail_locked(group, code, reason);
+  } catch (...) {  // out of memory for the text: the peers time out instead
+  }
+  changed_.notify_all();
+}
+
+void Transport::leave(const Group& group) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    if (failure_of(group) != nullptr) return;
+    for (const int world_rank : group.world_ranks) {
+      if (world_rank == world_rank_) continue;
+      auto& [request, header] = leaving_.emplace_back();
+      header.kind = Kind::kLeave;
+      MPI_Isend(&header, sizeof(Header), MPI_BYTE, world_rank, Operation::header_tag_of(group), data_, &request);
+    }
+  } catch (...) {  // peers that still wait for this rank time out instead
+  }
+}
+
+std::shared_ptr<Operation> Transport::start(const Group& group, const Header& header, std::span<const Fabric::Span> send,
+                                            std::span<const Fabric::Span> receive) {
+  auto operation = std::make_shared<Operation>(group, header, send, receive);
+  {
+    const std::lock_guard lock(mutex_);
+    if (const Failure* failure = failure_of(group)) throw_error(ErrorCode::kPeerFailed, failure->reason);
+    operation->start(data_);
+    if (!operation->progress(data_)) pending_.push_back(operation);
+  }
+  wake_.notify_one();
+  return operation;
+}
+
+void Transport::wait(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  const auto deadline = Clock::now() + timeout;
+  while (!operation->done()) {
+    if (const Failure* failure = failure_of(operation->group())) {
+      // Until the progress thread has abandoned the operation, MPI may still write into the caller's buffers.
+      const Failure copy = *failure;
+      changed_.wait_for(lock, 1s, [&] { return std::find(pending_.begin(), pending_.end(), operation) == pending_.end(); });
+      throw Error(copy.code, copy.reason);
+    }
+    if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && !operation->done() && failure_of(operation->group()) == nullptr) {
+      const Group& group = operation->group();
+      const std::vector<int> silent = operation->peers_without_header();
+      const std::vector<int> missing = silent.empty() ? operation->peers_without_payload() : silent;
+      fail_locked(group, ErrorCode::kTimeout,
+                  fmt::format("rank {} waited {} ms for rank {} in {}: expected {} of {} peers, saw {}", group.rank, timeout.count(), list(missing),
+                              operation->describe(), silent.empty() ? "the payload" : "a call", group.world_ranks.size() - 1,
+                              group.world_ranks.size() - 1 - missing.size()));
+    }
+  }
+}
+
+}  // namespace waybill::mpi
