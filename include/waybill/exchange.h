@@ -25,31 +25,44 @@ struct ExchangeConfig {
   std::int64_t E = 0, K = 0;
   std::int64_t T_max = 0;   // most tokens a rank may bring (captured mode must know it)
   ExchangeMode mode = ExchangeMode::kEager;
-  double receive_factor = 0;  // f: S <= ceil(f * T_max * K), R <= min(P * T_max, that S); 0 = worst case
+  double receive_factor = 0;  // f: S <= ceil(f * T_max * K), R <= min(P * T_max, that S); 0 = worst case. Eager sizes exactly
+  // What a rank's partial sum travels as. kBF16 at P > 1 rounds every rank's partial, the own rank's too, so that a token's
+  // result does not depend on the rank it lives on. At P = 1 nothing travels and nothing is rounded before the end.
   CombineWire combine_wire = CombineWire::kF32;
   std::int64_t alignment = 1;  // each expert's rows start at a multiple of it in the receive layout
   bool debug_checks = false;   // validate routes and the dropless invariant at every exchange
 };
 
-// Budgets of a rank. Eager or f = 0: worst case.
+// Refuses, before any communication and with the values: H, K, E, alignment < 1, K > E, E not divisible by P, captured mode
+// without T_max, a receive_factor that is negative or not finite.
+WB_API void validate(const ExchangeConfig& config, int P);
+
+// Budgets of a rank, never above the worst case. f = 0: the worst case. Eager mode sizes exactly and enforces no budget: what it
+// gets here is the worst case at T_max, or zeros where T_max is not given.
 struct ReceiveBudget {
-  std::int64_t slots = 0, rows = 0;
+  std::int64_t slots = 0, rows = 0;  // real slots S and rows R
+  std::int64_t padded_slots = 0;     // memory of an expert-ordered buffer: slots and the padding that `alignment` may add
 };
 WB_API ReceiveBudget receive_budget(const ExchangeConfig& config, int P);
 
 // Bytes this rank sent to other ranks (not to itself), by kind, and what a dense-map design would have sent.
 struct ExchangeBytes {
-  std::int64_t payload = 0, ids = 0, weights = 0, counts = 0;
+  std::int64_t payload = 0;          // rows of dispatch
+  std::int64_t combined = 0;         // partial sums of combine
+  std::int64_t ids = 0;              // local ids
+  std::int64_t weights = 0;          // weights of plan and values of return_slot_values
+  std::int64_t counts = 0;           // sizes, slots per row, agreement on overflow
   std::int64_t rows = 0;                   // rows sent to other ranks
   std::int64_t dense_route_map = 0;        // [T, E] byte map per rank
   std::int64_t compact_route = 0;          // [T, K] ids
   std::int64_t dense_probability_row = 0;  // rows * E * 4
   std::int64_t local_probability_slice = 0;  // rows * L * 4: the upper limit of a dense local slice; `weights` is what was sent
   void operator+=(const ExchangeBytes& o) {
-    payload += o.payload; ids += o.ids; weights += o.weights; counts += o.counts; rows += o.rows;
+    payload += o.payload; combined += o.combined; ids += o.ids; weights += o.weights; counts += o.counts; rows += o.rows;
     dense_route_map += o.dense_route_map; compact_route += o.compact_route;
     dense_probability_row += o.dense_probability_row; local_probability_slice += o.local_probability_slice;
   }
+  std::int64_t total() const { return payload + combined + ids + weights + counts; }
 };
 
 // What a dispatch leaves behind: both sides' plans. Kept for combine and for the backward pass; replaying it gives the same bytes.
@@ -57,48 +70,61 @@ struct DispatchHandle {
   RoutePlan plan;         // sender's side
   ReceiveLayout layout;   // receiver's side
   bool valid = true;      // false after an overflow on any rank of the group: results are declared invalid on every rank
+  // Captured mode: the largest demand of any rank of the group, so that every rank can choose the same larger budget.
+  std::int64_t max_slot_demand = 0, max_row_demand = 0;
 };
 
+// Every call is collective and is made by one thread per rank. A call on an invalid handle communicates nothing, on every rank
+// alike: rows become [0, H], out and d_weights become 0. Bad ids (outside [-1, E)) are ignored alike by every step and counted in
+// the status word; with debug_checks they are refused on every rank, naming rank, row, slot and value.
 class WB_API Exchange {
  public:
-  Exchange(const ExchangeConfig& config, const ExpertPlacement& placement, Fabric& fabric);
+  // Collective: the ranks compare their configs; the first difference is named on every rank. Tables of the placement are copied.
+  // pool: threads that pack and sum rows; results do not depend on it.
+  Exchange(const ExchangeConfig& config, const ExpertPlacement& placement, Fabric& fabric, ThreadPool* pool = nullptr);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
 
-  const ExchangeConfig& config() const { return config_; }
-  const ExpertPlacement& placement() const { return placement_; }
-  ReceiveBudget budget() const { return budget_; }
-  StatusWord& status() { return status_; }
-  const ExchangeBytes& bytes() const { return bytes_; }
-  void reset_bytes() { bytes_ = {}; }
+  const ExchangeConfig& config() const;
+  const ExpertPlacement& placement() const;
+  ReceiveBudget budget() const;
+  StatusWord& status();  // sticky; clear() it after reading
+  const ExchangeBytes& bytes() const;
+  void reset_bytes();
 
   // Exchanges counts, ids and weights. Collective. On overflow (captured mode) every rank's handle is !valid, its layout is
   // empty, and the status word of the rank that overflowed holds demand and capacity of both budgets.
+  // More than T_max tokens on any rank (T_max > 0) is refused on every rank.
   DispatchHandle plan(const RouteView& route, PhaseTimes* times = nullptr);
 
-  // rows [R, H] (dtype of x: fp32 or bf16), by source rank then token. x [T, H].
+  // rows [R, H] (dtype of x: fp32 or bf16), by source rank then token. x [T, H]; its rows may be strided.
+  // Captured mode: the memory of `rows` is that of the row budget at every step.
   void dispatch(const DispatchHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times = nullptr);
 
-  // out [T, H] = sum over ranks (rank order, fp32) of z rows; z [R, H] fp32 is each rank's sum over its slots.
-  // A token without routes gets exactly 0. out may be fp32 or bf16 (one rounding at the end).
+  // out [T, H] = sum over ranks (rank order, fp32) of z rows; z [R, H] fp32, contiguous, is each rank's sum over its slots.
+  // A token without routes gets exactly 0. out may be fp32 or bf16 (one rounding at the end). out must not overlap z.
   void combine(const DispatchHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times = nullptr);
 
-  // Per-slot scalars back to their routes: values [S] in expert order -> d_weights [T, K], 0 at slots without a route.
+  // Per-slot scalars back to their routes: values in expert order [S_padded] (padding ignored) -> d_weights [T, K], 0 at slots
+  // without a route.
   void return_slot_values(const DispatchHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times = nullptr);
 
  private:
-  ExchangeConfig config_;
-  ExpertPlacement placement_;
-  Fabric& fabric_;
-  ReceiveBudget budget_;
-  StatusWord status_;
-  ExchangeBytes bytes_;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
-// Local steps of the receiver (no communication); also the reference of the permute kernels.
-// permute: expert-ordered copy, y[s] = rows[slot_row[s]], padding slots 0.   rows [R, H] -> y [S_padded, H]
+// Local steps of the receiver (no communication). Rows may be strided, columns are contiguous. Offsets are 64-bit. Work is split
+// by row over the stream's pool; results do not depend on it. A row's sum starts with its first slot and adds the others in order
+// k; a row without slots is 0. Tensors: y, dy fp32 or bf16, z, dz fp32.
+// permute: expert-ordered copy, y[s] = rows[slot_row[s]], padding slots 0.   rows [R, H] -> y [S_padded, H], same dtype.
+// Its backward is unpermute_reduce with weighted = false.
 WB_API void permute(const ReceiveLayout& layout, const TensorView& rows, const TensorView& y, Stream stream = {});
 // unpermute_reduce: z[r] = sum over the row's slots in order k of (weighted ? slot_weight : 1) * y[slot], fp32.
 WB_API void unpermute_reduce(const ReceiveLayout& layout, const TensorView& y, bool weighted, const TensorView& z, Stream stream = {});
-// Backward of the weighted reduce: dy[s] = weight * dz[row], d_weight[s] = <y[s], dz[row]> (d_weight may be null).
+// Backward of the weighted reduce: dy[s] = weight * dz[row], 0 at padding slots; d_weight[s] = <y[s], dz[row]>, 0 at padding slots.
+// d_weight [S_padded] may be null; then y may be a null view.
 WB_API void unpermute_reduce_backward(const ReceiveLayout& layout, const TensorView& y, bool weighted, const TensorView& dz, const TensorView& dy,
                                       float* d_weight, Stream stream = {});
 
