@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <vector>
 
 #include "waybill/router.h"
 
@@ -60,6 +60,19 @@ inline std::int64_t keys_per_group_score(const RouterConfig& config) {
 inline bool is_padding(const RouterInputs& inputs, std::int64_t t) {
   return inputs.padding_mask && static_cast<const std::uint8_t*>(inputs.padding_mask.data)[t] != 0;
 }
+// A group and what it is ranked by.
+struct GroupRank {
+  std::int64_t id = 0;
+  std::int64_t num_keys = 0;  // candidates that entered the score
+  float score = 0;
+};
+inline bool comes_before(const GroupRank& a, const GroupRank& b) {
+  if (a.num_keys != b.num_keys) return a.num_keys > b.num_keys;
+  return a.score != b.score ? a.score > b.score : a.id < b.id;
+}
+// All groups of row t, best first, as the reference ranks them.
+std::vector<GroupRank> rank_groups_ref(const RouterConfig& config, const RouterInputs& inputs, std::int64_t t);
+
 std::int64_t count_valid_tokens(const RouterInputs& inputs, std::int64_t begin, std::int64_t end);
 
 // Writes counts, offsets and aligned offsets from the ids of the route, as far as they are asked for.

@@ -51,29 +51,19 @@ struct Candidate {
   std::int32_t id;
 };
 
-// Group ids to keep.
-std::vector<std::int32_t> keep_groups(const RouterConfig& config, const std::vector<Candidate>& sorted) {
-  struct Group {
-    std::int64_t num_keys = 0;
-    float sum = 0;
-    std::int32_t id = 0;
-  };
-  std::vector<Group> groups(static_cast<std::size_t>(config.num_groups));
-  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].id = static_cast<std::int32_t>(g);
+std::vector<GroupRank> rank_groups(const RouterConfig& config, const std::vector<Candidate>& sorted) {
+  std::vector<GroupRank> groups(static_cast<std::size_t>(config.num_groups));
+  for (std::size_t g = 0; g < groups.size(); ++g) groups[g].id = static_cast<std::int64_t>(g);
   const std::int64_t n = keys_per_group_score(config);
   for (const Candidate& candidate : sorted) {
-    Group& group = groups[static_cast<std::size_t>(candidate.id / (config.E / config.num_groups))];
-    if (group.num_keys < n) group.sum = group.num_keys++ == 0 ? candidate.key : group.sum + candidate.key;
+    GroupRank& group = groups[static_cast<std::size_t>(candidate.id / (config.E / config.num_groups))];
+    if (group.num_keys < n) group.score = group.num_keys++ == 0 ? candidate.key : group.score + candidate.key;
   }
-  std::stable_sort(groups.begin(), groups.end(),
-                   [](const Group& a, const Group& b) { return a.num_keys != b.num_keys ? a.num_keys > b.num_keys : a.sum > b.sum; });
-  std::vector<std::int32_t> kept;
-  for (std::int64_t i = 0; i < config.num_kept_groups; ++i) kept.push_back(groups[static_cast<std::size_t>(i)].id);
-  return kept;
+  std::sort(groups.begin(), groups.end(), comes_before);
+  return groups;
 }
 
-// The chosen experts, best first, at most K.
-std::vector<std::int32_t> select(const RouterConfig& config, const Row& row, const float* bias, bool with_groups) {
+std::vector<Candidate> sorted_candidates(const RouterConfig& config, const Row& row, const float* bias) {
   std::vector<Candidate> candidates;
   for (std::size_t e = 0; e < row.x.size(); ++e) {
     const float score = score_f32(config.score, row.x[e]);
@@ -81,10 +71,20 @@ std::vector<std::int32_t> select(const RouterConfig& config, const Row& row, con
     if (row.exists[e] != 0 && std::isfinite(key)) candidates.push_back({key, static_cast<std::int32_t>(e)});
   }
   std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) { return a.key > b.key; });
+  return candidates;
+}
+
+// The chosen experts, best first, at most K.
+std::vector<std::int32_t> select(const RouterConfig& config, const Row& row, const float* bias, bool with_groups) {
+  std::vector<Candidate> candidates = sorted_candidates(config, row, bias);
   if (with_groups && uses_groups(config)) {
-    const std::vector<std::int32_t> kept = keep_groups(config, candidates);
-    const std::int64_t group_size = config.E / config.num_groups;
-    std::erase_if(candidates, [&](const Candidate& c) { return std::find(kept.begin(), kept.end(), c.id / group_size) == kept.end(); });
+    std::vector<GroupRank> groups = rank_groups(config, candidates);
+    groups.resize(static_cast<std::size_t>(config.num_kept_groups));
+    const auto is_dropped = [&](const Candidate& c) {
+      const std::int64_t group = c.id / (config.E / config.num_groups);
+      return std::none_of(groups.begin(), groups.end(), [&](const GroupRank& kept) { return kept.id == group; });
+    };
+    std::erase_if(candidates, is_dropped);
   }
   std::vector<std::int32_t> ids;
   for (const Candidate& candidate : candidates) {
@@ -184,7 +184,13 @@ std::vector<double> unit_weights(const RouterConfig& config, const Row& row, con
   return weights;
 }
 
+const float* bias_of(const RouterInputs& inputs) { return inputs.expert_bias ? static_cast<const float*>(inputs.expert_bias.data) : nullptr; }
+
 }  // namespace
+
+std::vector<GroupRank> rank_groups_ref(const RouterConfig& config, const RouterInputs& inputs, std::int64_t t) {
+  return rank_groups(config, sorted_candidates(config, read_row(config, inputs, t), bias_of(inputs)));
+}
 
 void forward_ref(const ForwardCall& call) {
   const RouterConfig& config = call.config;
@@ -196,8 +202,7 @@ void forward_ref(const ForwardCall& call) {
     std::vector<double> weights;
     if (!is_padding(call.inputs, t)) {
       const Row row = read_row(config, call.inputs, t);
-      const float* bias = call.inputs.expert_bias ? static_cast<const float*>(call.inputs.expert_bias.data) : nullptr;
-      ids = is_given ? given_ids(call, row, t) : select(config, row, bias, true);
+      ids = is_given ? given_ids(call, row, t) : select(config, row, bias_of(call.inputs), true);
       weights = unit_weights(config, row, ids);
       ids.resize(static_cast<std::size_t>(config.K), -1);
       weights.resize(ids.size(), 0.0);

@@ -84,7 +84,9 @@ struct DeviceLimits {
 const DeviceLimits& device_limits(int device);  // queried once per device
 
 // Launchers. `grid` choices live in tuning.h; each returns after queuing on `stream`.
-void launch_router_forward_warp(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forward_block(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forced(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_losses(LogitType type, const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t stream);
