@@ -7,6 +7,7 @@
 #include <cstring>
 #include <exception>
 #include <set>
+#include <utility>
 
 #include "fabric/mpi/transport.h"
 #include "fabric/rank_order.h"

@@ -53,21 +53,30 @@ std::string Operation::describe() const {
   return fmt::format("{} '{}' (collective {} of group '{}')", to_string(header_.kind), header_.phase, header_.sequence, group_.name);
 }
 
+std::vector<std::uint64_t> Operation::make_envelope() const {
+  std::vector<std::uint64_t> envelope(envelope_bytes() / sizeof(std::uint64_t));
+  std::memcpy(envelope.data(), &header_, sizeof(Header));
+  std::uint64_t* sizes = envelope.data() + sizeof(Header) / sizeof(std::uint64_t);
+  for (const Fabric::Span& span : send_) *sizes++ = span.bytes;
+  for (const Fabric::Span& span : receive_) *sizes++ = span.bytes;
+  return envelope;
+}
+
 void Operation::start(MPI_Comm communicator) {
   const auto me = static_cast<std::size_t>(group_.rank);
-  WB_CHECK(send_[me].bytes == receive_[me].bytes, "{}: rank {} sends {} bytes to itself and expects {}", describe(), me, send_[me].bytes, receive_[me].bytes);
-  if (send_[me].bytes > 0 && send_[me].data != receive_[me].data) std::memcpy(receive_[me].data, send_[me].data, send_[me].bytes);
-  peers_[me].header_seen = peers_[me].complete = true;
+  const int bytes = static_cast<int>(envelope_bytes());
+  envelope_ = make_envelope();
+  peers_[me].envelope = envelope_;
+  peers_[me].envelope_seen = peers_[me].complete = true;
   const int P = static_cast<int>(peers_.size());
   for (int i = 1; i < P; ++i) {
     const int peer = (group_.rank + i) % P;  // not every rank talks to rank 0 first
     Peer& state = peers_[static_cast<std::size_t>(peer)];
     const int world_rank = group_.world_ranks[static_cast<std::size_t>(peer)];
-    check_mpi(MPI_Irecv(&state.incoming, sizeof(Header), MPI_BYTE, world_rank, header_tag(), communicator, &state.header_receive), "MPI_Irecv", describe());
-    state.outgoing = header_;
-    state.outgoing.payload_bytes = send_[static_cast<std::size_t>(peer)].bytes;
+    state.envelope.resize(envelope_.size());
+    check_mpi(MPI_Irecv(state.envelope.data(), bytes, MPI_BYTE, world_rank, header_tag(), communicator, &state.envelope_receive), "MPI_Irecv", describe());
     state.sends.emplace_back(MPI_REQUEST_NULL);
-    check_mpi(MPI_Isend(&state.outgoing, sizeof(Header), MPI_BYTE, world_rank, header_tag(), communicator, &state.sends.back()), "MPI_Isend", describe());
+    check_mpi(MPI_Isend(envelope_.data(), bytes, MPI_BYTE, world_rank, header_tag(), communicator, &state.sends.back()), "MPI_Isend", describe());
     transfer(/*sending=*/true, peer, communicator);
   }
 }
@@ -87,40 +96,62 @@ void Operation::transfer(bool sending, int peer, MPI_Comm communicator) {
   }
 }
 
-void Operation::check(int peer) const {
-  const Header& seen = peers_[static_cast<std::size_t>(peer)].incoming;
-  WB_CHECK(seen.magic == Header::kMagic, "{}: rank {} sent a header of another Waybill build", describe(), peer);
-  if (seen.kind == Kind::kLeave) WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
-  const bool same = seen.kind == header_.kind && seen.sequence == header_.sequence && seen.detail == header_.detail &&
-                    seen.signature_bytes == header_.signature_bytes && std::strncmp(seen.phase, header_.phase, Header::kPhaseBytes) == 0;
-  WB_CHECK(same, "{} of {} bytes on rank {}, but rank {} is in {} '{}' (collective {}) of {} bytes", describe(), header_.signature_bytes, group_.rank, peer,
-           to_string(seen.kind), seen.phase, seen.sequence, seen.signature_bytes);
-  const std::size_t expected = receive_[static_cast<std::size_t>(peer)].bytes;
-  WB_CHECK(seen.payload_bytes == expected, "{}: rank {} sends {} bytes to rank {}, which expects {} bytes", describe(), peer, seen.payload_bytes, group_.rank,
-           expected);
+void Operation::check_headers() const {
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    const Header& seen = header_of(peers_[peer]);
+    WB_CHECK(seen.magic == Header::kMagic, "{}: rank {} runs another Waybill build", describe(), peer);
+    if (seen.kind == Kind::kLeave) WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
+    const bool same = seen.kind == header_.kind && seen.sequence == header_.sequence && seen.detail == header_.detail &&
+                      seen.signature_bytes == header_.signature_bytes && std::strncmp(seen.phase, header_.phase, Header::kPhaseBytes) == 0;
+    WB_CHECK(same, "{} of {} bytes on rank {}, but rank {} is in {} '{}' (collective {}) of {} bytes", describe(), header_.signature_bytes, group_.rank, peer,
+             to_string(seen.kind), seen.phase, seen.sequence, seen.signature_bytes);
+  }
 }
 
-bool Operation::progress_peer(int peer, MPI_Comm communicator) {
-  Peer& state = peers_[static_cast<std::size_t>(peer)];
+void Operation::check_sizes() const {
+  const std::size_t P = peers_.size();
+  constexpr std::size_t kHeaderWords = sizeof(Header) / sizeof(std::uint64_t);
+  for (std::size_t from = 0; from < P; ++from) {
+    for (std::size_t to = 0; to < P; ++to) {
+      const std::uint64_t sent = peers_[from].envelope[kHeaderWords + to];
+      const std::uint64_t expected = peers_[to].envelope[kHeaderWords + P + from];
+      WB_CHECK(sent == expected, "{}: rank {} sends {} bytes to rank {}, which expects {} bytes", describe(), from, sent, to, expected);
+    }
+  }
+}
+
+bool Operation::receive_envelopes(MPI_Comm communicator) {
+  bool all = true;
+  for (Peer& state : peers_) {
+    if (!state.envelope_seen) state.envelope_seen = test(state.envelope_receive, describe());
+    all = all && state.envelope_seen;
+  }
+  if (!all) return false;
+  check_headers();
+  check_sizes();
+  agreed_ = true;
+  const auto me = static_cast<std::size_t>(group_.rank);
+  if (send_[me].bytes > 0 && send_[me].data != receive_[me].data) std::memcpy(receive_[me].data, send_[me].data, send_[me].bytes);
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer != group_.rank) transfer(/*sending=*/false, peer, communicator);
+  }
+  return true;
+}
+
+bool Operation::progress_peer(Peer& state) const {
   if (state.complete) return true;
-  if (!state.header_seen) {
-    if (!test(state.header_receive, describe())) return false;
-    state.header_seen = true;
-    check(peer);
-    transfer(/*sending=*/false, peer, communicator);
-  }
-  for (MPI_Request& request : state.receives) {
-    if (!test(request, describe())) return false;
-  }
-  for (MPI_Request& request : state.sends) {
-    if (!test(request, describe())) return false;
+  for (std::vector<MPI_Request>* requests : {&state.receives, &state.sends}) {
+    for (MPI_Request& request : *requests) {
+      if (!test(request, describe())) return false;
+    }
   }
   return state.complete = true;
 }
 
 bool Operation::progress(MPI_Comm communicator) {
+  if (!agreed_ && !receive_envelopes(communicator)) return false;
   bool all = true;
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) all = progress_peer(peer, communicator) && all;
+  for (Peer& state : peers_) all = progress_peer(state) && all;
   return done_ = all;
 }
 
@@ -131,7 +162,7 @@ void Operation::abandon() noexcept {
     MPI_Request_free(&request);
   };
   for (Peer& peer : peers_) {
-    drop(peer.header_receive);
+    drop(peer.envelope_receive);
     for (MPI_Request& request : peer.receives) drop(request);
     for (MPI_Request& request : peer.sends) {
       if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
@@ -139,10 +170,10 @@ void Operation::abandon() noexcept {
   }
 }
 
-std::vector<int> Operation::peers_without_header() const {
+std::vector<int> Operation::peers_without_envelope() const {
   std::vector<int> missing;
   for (std::size_t p = 0; p < peers_.size(); ++p) {
-    if (!peers_[p].header_seen) missing.push_back(static_cast<int>(p));
+    if (!peers_[p].envelope_seen) missing.push_back(static_cast<int>(p));
   }
   return missing;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One pairwise collective of the mpi engine as a state machine: a header to and from every peer, then the payload. The payload is
-// only received after the header agreed, so that a rank that calls something else is named and no buffer is overrun.
+// One pairwise collective of the mpi engine as a state machine: an envelope to and from every peer, then the payload. Envelopes
+// carry the sizes a rank sends to and expects from everybody, and payload is only received after all of them agreed: a mismatch
+// between any two ranks is named on every rank, and no buffer is overrun.
 #pragma once
 
 #include <mpi.h>
@@ -16,7 +17,8 @@ namespace waybill::mpi {
 enum class Kind : std::uint32_t { kBarrier, kAllGather, kAllToAll, kAllReduce, kBroadcast, kSplit, kLeave };
 const char* to_string(Kind kind);
 
-// What travels ahead of every payload. Plain data; all ranks run the same build (checked by size through `magic`).
+// Start of every envelope; the sizes sent to each rank [P] and expected from each rank [P], u64, follow. Plain data; all ranks run
+// the same build (checked through `magic`).
 struct Header {
   static constexpr std::size_t kPhaseBytes = 40;
   static constexpr std::uint64_t kMagic = 0x5742'6d70'6900'0001ull;
@@ -25,9 +27,10 @@ struct Header {
   Kind kind = Kind::kBarrier;
   std::int32_t detail = 0;
   std::uint64_t signature_bytes = 0;  // what every rank must agree on; 0 where sizes may differ
-  std::uint64_t payload_bytes = 0;    // what follows for this pair
   char phase[kPhaseBytes] = {};
 };
+
+static_assert(sizeof(Header) % sizeof(std::uint64_t) == 0);
 
 struct Group {
   int id = 0;
@@ -47,21 +50,26 @@ class Operation {
   void abandon() noexcept;               // after a failure: receives are cancelled, nothing is waited for
   bool done() const { return done_; }
 
-  std::string describe() const;                   // "all_to_all 'rows' (collective 7 of group 'world')"
-  std::vector<int> peers_without_header() const;  // group ranks
+  std::string describe() const;                     // "all_to_all 'rows' (collective 7 of group 'world')"
+  std::vector<int> peers_without_envelope() const;  // group ranks
   std::vector<int> peers_without_payload() const;
   const Group& group() const { return group_; }
   static int header_tag_of(const Group& group) { return group.id * kTagsPerGroup; }
 
  private:
   struct Peer {
-    Header outgoing, incoming;
-    MPI_Request header_receive = MPI_REQUEST_NULL;
+    std::vector<std::uint64_t> envelope;  // incoming
+    MPI_Request envelope_receive = MPI_REQUEST_NULL;
     std::vector<MPI_Request> sends, receives;
-    bool header_seen = false, complete = false;
+    bool envelope_seen = false, complete = false;
   };
-  void check(int peer) const;
-  bool progress_peer(int peer, MPI_Comm communicator);
+  const Header& header_of(const Peer& peer) const { return *reinterpret_cast<const Header*>(peer.envelope.data()); }
+  std::size_t envelope_bytes() const { return sizeof(Header) + 2 * sizeof(std::uint64_t) * peers_.size(); }
+  std::vector<std::uint64_t> make_envelope() const;
+  void check_headers() const;
+  void check_sizes() const;
+  bool receive_envelopes(MPI_Comm communicator);
+  bool progress_peer(Peer& state) const;
   void transfer(bool sending, int peer, MPI_Comm communicator);
   int header_tag() const { return header_tag_of(group_); }
   int payload_tag() const { return header_tag() + 1 + static_cast<int>(header_.sequence % (kTagsPerGroup - 1)); }
@@ -73,6 +81,8 @@ class Operation {
   Header header_;
   std::vector<Fabric::Span> send_, receive_;
   std::vector<Peer> peers_;
+  std::vector<std::uint64_t> envelope_;  // outgoing, the same for every peer
+  bool agreed_ = false;
   bool done_ = false;
 };
 

@@ -11,6 +11,7 @@ using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
 constexpr int kControlTag = 1;
+constexpr auto kFarewell = 10s;                           // how long the end of a process waits for the others' end
 constexpr auto kShortestNap = 10us, kLongestNap = 500us;  // the progress thread's sleep while peers have nothing for us
 
 std::string list(const std::vector<int>& ranks) { return fmt::format("{}", fmt::join(ranks, ", ")); }
@@ -50,11 +51,19 @@ Transport::~Transport() {
   }
   wake_.notify_all();
   thread_.join();
-  if (!owns_mpi_ || !failures_.empty()) return;  // MPI_Finalize would wait for ranks that may be gone
-  for (auto& [request, header] : leaving_) MPI_Wait(&request, MPI_STATUS_IGNORE);
-  MPI_Comm_free(&data_);
-  MPI_Comm_free(&control_);
-  MPI_Finalize();
+  if (owns_mpi_ && everybody_is_here()) MPI_Finalize();
+}
+
+// A barrier with a deadline: MPI_Finalize would wait for a dead rank for ever.
+bool Transport::everybody_is_here() {
+  MPI_Request request = MPI_REQUEST_NULL;
+  if (MPI_Ibarrier(control_, &request) != MPI_SUCCESS) return false;
+  const auto deadline = Clock::now() + kFarewell;
+  for (int flag = 0; Clock::now() < deadline; std::this_thread::sleep_for(kLongestNap)) {
+    if (MPI_Test(&request, &flag, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
+    if (flag != 0) return true;
+  }
+  return false;
 }
 
 int Transport::agree_on_group_id() {
@@ -168,9 +177,11 @@ void Transport::leave(const Group& group) noexcept {
     if (failure_of(group) != nullptr) return;
     for (const int world_rank : group.world_ranks) {
       if (world_rank == world_rank_) continue;
-      auto& [request, header] = leaving_.emplace_back();
+      Header header;
       header.kind = Kind::kLeave;
-      MPI_Isend(&header, sizeof(Header), MPI_BYTE, world_rank, Operation::header_tag_of(group), data_, &request);
+      auto& [request, message] = leaving_.emplace_back(MPI_REQUEST_NULL, sizeof(Header));
+      std::memcpy(message.data(), &header, sizeof(Header));
+      MPI_Isend(message.data(), sizeof(Header), MPI_BYTE, world_rank, Operation::header_tag_of(group), data_, &request);
     }
   } catch (...) {  // peers that still wait for this rank time out instead
   }
@@ -201,7 +212,7 @@ void Transport::wait(const std::shared_ptr<Operation>& operation, std::chrono::m
     }
     if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && !operation->done() && failure_of(operation->group()) == nullptr) {
       const Group& group = operation->group();
-      const std::vector<int> silent = operation->peers_without_header();
+      const std::vector<int> silent = operation->peers_without_envelope();
       const std::vector<int> missing = silent.empty() ? operation->peers_without_payload() : silent;
       fail_locked(group, ErrorCode::kTimeout,
                   fmt::format("rank {} waited {} ms for rank {} in {}: expected {} of {} peers, saw {}", group.rank, timeout.count(), list(missing),

@@ -56,6 +56,7 @@ class Transport {
   void read_control();
   void send_control(const Group& group, ErrorCode code, const std::string& reason);
   void fail_locked(const Group& group, ErrorCode code, const std::string& reason);
+  bool everybody_is_here();
   const Failure* failure_of(const Group& group) const;
 
   int world_rank_ = 0, world_size_ = 1;
@@ -66,9 +67,9 @@ class Transport {
   std::mutex mutex_;
   std::condition_variable wake_, changed_;
   std::list<std::shared_ptr<Operation>> pending_;
-  std::vector<std::shared_ptr<Operation>> abandoned_;  // their headers may still be read by MPI
+  std::vector<std::shared_ptr<Operation>> abandoned_;  // MPI may still read their envelopes
   std::list<Outgoing> outgoing_;
-  std::list<std::pair<MPI_Request, Header>> leaving_;
+  std::list<std::pair<MPI_Request, std::vector<std::byte>>> leaving_;
   std::map<int, Failure> failures_;  // by group id
   bool stopping_ = false;
   std::thread thread_;
