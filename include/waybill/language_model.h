@@ -37,22 +37,22 @@ WB_API void validate(const ModelConfig& config, int W);
 
 struct MoeLayerStats {
   int layer = 0;
-  std::vector<std::int64_t> counts;        // [E] over all ranks and micro-batches of the step
-  std::vector<std::int64_t> rank_slots;    // [P] slots received per expert-parallel rank (this rank's group)
+  std::vector<std::int64_t> counts;                 // [E] over all ranks and micro-batches of the step
+  std::vector<std::int64_t> rank_slots;             // [P] slots received per expert-parallel rank (this rank's group)
   double aux = 0, sequence = 0, global = 0, z = 0;  // over all ranks
   std::int64_t nonfinite_rows = 0, short_rows = 0;
 };
 
 struct StepStats {
-  double loss = 0;           // mean cross-entropy over the step's tokens, nats, all ranks
-  double aux_loss = 0;       // sum of the auxiliary losses, all ranks
-  std::int64_t tokens = 0;   // of all ranks
-  bool valid = true;         // false: a receive budget overflowed on some rank; the update must be skipped
-  StatusWord status;         // of this rank, all layers
+  double loss = 0;          // mean cross-entropy over the step's tokens, nats, all ranks
+  double aux_loss = 0;      // sum of the auxiliary losses, all ranks
+  std::int64_t tokens = 0;  // of all ranks
+  bool valid = true;        // false: a receive budget overflowed on some rank; the update must be skipped
+  StatusWord status;        // of this rank, all layers
   std::vector<MoeLayerStats> layers;
-  PhaseTimes times;          // of this rank
-  ExchangeBytes bytes;       // of this rank
-  double expert_flops = 0;   // of this rank, this step
+  PhaseTimes times;         // of this rank
+  ExchangeBytes bytes;      // of this rank
+  double expert_flops = 0;  // of this rank, this step
 };
 
 class WB_API LanguageModel {
@@ -65,17 +65,21 @@ class WB_API LanguageModel {
   std::vector<Parameter>& parameters();
 
   void zero_gradients();
-  // One optimizer step's gradients: micro-batches of tokens [B, seq_len + 1] int32 each (inputs and shifted targets, target -1 =
-  // padding). Gradients are of the mean loss over all tokens of all ranks and micro-batches, and already reduced over ranks.
+  // One optimizer step's gradients: micro-batches of tokens [B, seq_len + 1] int32 each (inputs and shifted targets; -1 = padding:
+  // a position whose token or next token is -1 has no loss and no routes). B may differ between ranks and may be 0; the number of
+  // micro-batches may not. Gradients are overwritten (not added to): they are of the mean loss over all valid tokens of all ranks
+  // and micro-batches, auxiliary losses included, and already reduced over ranks. Collective.
   StepStats forward_backward(std::span<const TensorView> micro_batches);
-  // Mean cross-entropy over all ranks' tokens; changes no state.
+  // Mean cross-entropy over all ranks' valid tokens; changes no state. kOverflow where a captured receive budget is too small.
   double evaluate(const TensorView& tokens);
-  // Logits [T, vocab] of one sequence [T] int32 on every rank (collective: all ranks give the same tokens).
+  // Logits [T, vocab] of one sequence of 1 .. seq_len tokens on every rank (collective: all ranks give the same tokens).
   void logits(std::span<const std::int32_t> tokens, const TensorView& out);
-  // The aux-free bias update of every MoE layer, once per optimizer step, from the step's counts.
+  // The aux-free bias update of every MoE layer, once per optimizer step, from the step's counts. An invalid step changes nothing.
   void update_router_bias(const StepStats& stats);
-  // Gradient norm (L2) with every parameter counted once over the world (each expert once), equal on every rank.
+  // Gradient norm (L2) with every parameter counted once over the world (each expert once), equal bits on every rank. Collective.
   double gradient_norm();
+  // After an invalid step: a larger receive budget for every MoE layer (MoeLayer::set_receive_factor). The same on every rank.
+  void set_receive_factor(double factor);
 
  private:
   struct Impl;
