@@ -2,31 +2,21 @@
 #include "ops/gemm/kernel.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <string>
 #include <string_view>
 
-#include "waybill/error.h"
+#include "core/implementation.h"
 
 namespace waybill::detail {
 namespace {
 
-// The name after "gemm:" in WB_FORCE=<op>:<impl>[,<op>:<impl>...]; empty when it says nothing about gemm.
-std::string forced_by_environment() {
-  const char* text = std::getenv("WB_FORCE");
-  std::string_view rest = text == nullptr ? "" : text;
-  while (!rest.empty()) {
-    const std::string_view entry = rest.substr(0, rest.find(','));
-    rest.remove_prefix(entry.size() < rest.size() ? entry.size() + 1 : entry.size());
-    if (entry.substr(0, 5) == "gemm:") return std::string(entry.substr(5));
-  }
-  return {};
-}
-
 const KernelSet kReferenceMarker = {"ref", 0, 0, {}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 
 const KernelSet* find_kernels(std::string_view name) {
-  if (name.empty()) return usable_kernels().sets[0];
+  if (name.empty()) {
+    if (selection_is_logged()) log_selection("gemm", usable_kernels().sets[0]->name, "");
+    return usable_kernels().sets[0];
+  }
   if (name == "ref") return &kReferenceMarker;
   std::string known = "ref";
   for (int i = 0; i < usable_kernels().count; ++i) {
@@ -38,7 +28,7 @@ const KernelSet* find_kernels(std::string_view name) {
 }
 
 std::atomic<const KernelSet*>& selection() {
-  static std::atomic<const KernelSet*> selected{find_kernels(forced_by_environment())};
+  static std::atomic<const KernelSet*> selected{find_kernels(forced_implementation("gemm"))};
   return selected;
 }
 
@@ -69,7 +59,7 @@ const KernelSet* selected_kernels() {
 
 void force_gemm(const char* name) {
   const std::string_view wanted = name == nullptr ? "" : name;
-  selection().store(find_kernels(wanted.empty() ? forced_by_environment() : std::string(wanted)));
+  selection().store(find_kernels(wanted.empty() ? forced_implementation("gemm") : std::string(wanted)));
 }
 
 }  // namespace waybill::detail
