@@ -44,6 +44,7 @@ WB_API wb_status wb_exchange_config_init(wb_exchange_config* config, uint64_t st
 
 typedef struct wb_exchange wb_exchange; /* one per rank; keep its group alive */
 typedef struct wb_dispatch wb_dispatch; /* plan of one batch and the rows it received */
+/* Collective: the ranks compare their configs, a difference is named on every rank. Block placement: E / P experts a rank. */
 WB_API wb_status wb_exchange_create(const wb_exchange_config* config, wb_fabric* fabric, wb_exchange** exchange) WB_NOEXCEPT;
 WB_API void wb_exchange_destroy(wb_exchange* exchange) WB_NOEXCEPT;
 
@@ -74,13 +75,13 @@ WB_API wb_status wb_exchange_return_slot_values(wb_exchange* exchange, const wb_
 /* Local steps of the receiver: rows [R, H] -> y [S_padded, H]; z [R, H] = sum over a row's slots in order k. */
 WB_API wb_status wb_permute(const wb_dispatch* dispatch, const wb_tensor* rows, const wb_tensor* y, const wb_stream* stream) WB_NOEXCEPT;
 WB_API wb_status wb_unpermute_reduce(const wb_dispatch* dispatch, const wb_tensor* y, int32_t weighted, const wb_tensor* z, const wb_stream* stream) WB_NOEXCEPT;
-/* dy [S_padded, H] = weight * dz[row]; d_weight [S_padded] or null. */
+/* dy [S_padded, H] = weight * dz[row]; d_weight [S_padded] = <y[s], dz[row]> or null, then y may be null too. */
 WB_API wb_status wb_unpermute_reduce_backward(const wb_dispatch* dispatch, const wb_tensor* y, int32_t weighted, const wb_tensor* dz, const wb_tensor* dy,
                                               float* d_weight, const wb_stream* stream) WB_NOEXCEPT;
 
 typedef struct wb_exchange_bytes { /* sent by this rank to other ranks since its creation */
   uint64_t struct_size;
-  int64_t payload, ids, weights, counts, rows;
+  int64_t payload, combined, ids, weights, counts, rows; /* payload: dispatched rows; combined: rows on their way back */
   int64_t dense_route_map, compact_route, dense_probability_row, local_probability_slice;
 } wb_exchange_bytes;
 WB_API wb_status wb_exchange_get_bytes(const wb_exchange* exchange, wb_exchange_bytes* bytes) WB_NOEXCEPT;
@@ -118,7 +119,7 @@ typedef struct wb_moe_tensors {
 
 typedef struct wb_moe_layer wb_moe_layer;
 typedef struct wb_moe_step wb_moe_step; /* what one forward keeps for its backward */
-/* ep: the expert-parallel group; world: the group counts and losses are reduced over (may be the same handle). */
+/* Collective. ep: the expert-parallel group; world: the group counts and losses are reduced over (may be the same handle). */
 WB_API wb_status wb_moe_layer_create(const wb_moe_config* config, wb_fabric* ep, wb_fabric* world, wb_thread_pool* pool, wb_moe_layer** layer) WB_NOEXCEPT;
 WB_API void wb_moe_layer_destroy(wb_moe_layer* layer) WB_NOEXCEPT;
 WB_API wb_status wb_moe_step_create(wb_moe_step** step) WB_NOEXCEPT;

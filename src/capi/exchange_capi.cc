@@ -41,9 +41,7 @@ wb_status wb_exchange_config_init(wb_exchange_config* config, uint64_t struct_si
 wb_status wb_exchange_create(const wb_exchange_config* config, wb_fabric* fabric, wb_exchange** exchange) noexcept {
   return guarded([&] {
     wb_exchange*& target = required(exchange, "exchange");
-    const ExchangeConfig setup = to_exchange_config(config);
-    Fabric& ranks = *required(fabric, "fabric").fabric;
-    target = new wb_exchange{Exchange(setup, block_placement(setup.E, ranks.size()), ranks), ranks.size()};
+    target = new wb_exchange(to_exchange_config(config), *required(fabric, "fabric").fabric);
   });
 }
 
@@ -112,8 +110,8 @@ wb_status wb_unpermute_reduce(const wb_dispatch* dispatch, const wb_tensor* y, i
 wb_status wb_unpermute_reduce_backward(const wb_dispatch* dispatch, const wb_tensor* y, int32_t weighted, const wb_tensor* dz, const wb_tensor* dy,
                                        float* d_weight, const wb_stream* stream) noexcept {
   return guarded([&] {
-    unpermute_reduce_backward(required(dispatch, "dispatch").handle.layout, to_view(y, "y"), weighted != 0, to_view(dz, "dz"), to_view(dy, "dy"), d_weight,
-                              to_stream(stream));
+    unpermute_reduce_backward(required(dispatch, "dispatch").handle.layout, y == nullptr ? TensorView{} : to_view(*y, "y"), weighted != 0, to_view(dz, "dz"),
+                              to_view(dy, "dy"), d_weight, to_stream(stream));
   });
 }
 
@@ -122,6 +120,7 @@ wb_status wb_exchange_get_bytes(const wb_exchange* exchange, wb_exchange_bytes* 
     const ExchangeBytes& sent = required(exchange, "exchange").exchange.bytes();
     wb_exchange_bytes result{};
     result.payload = sent.payload;
+    result.combined = sent.combined;
     result.ids = sent.ids;
     result.weights = sent.weights;
     result.counts = sent.counts;

@@ -19,7 +19,7 @@ struct wb_group {
 
 struct wb_exchange {
   waybill::Exchange exchange;
-  int P;
+  wb_exchange(const waybill::ExchangeConfig& config, waybill::Fabric& fabric) : exchange(config, waybill::block_placement(config.E, fabric.size()), fabric) {}
 };
 
 struct wb_dispatch {

@@ -8,6 +8,7 @@ using namespace waybill::capi;
 
 struct wb_moe_layer {
   MoeLayer layer;
+  wb_moe_layer(const MoeConfig& config, Fabric& ep, Fabric& world, ThreadPool* pool) : layer(config, ep, world, pool) {}
 };
 
 struct wb_moe_step {
@@ -86,8 +87,7 @@ wb_status wb_moe_config_init(wb_moe_config* config, uint64_t struct_size) noexce
 wb_status wb_moe_layer_create(const wb_moe_config* config, wb_fabric* ep, wb_fabric* world, wb_thread_pool* pool, wb_moe_layer** layer) noexcept {
   return guarded([&] {
     wb_moe_layer*& target = required(layer, "layer");
-    target = new wb_moe_layer{
-        MoeLayer(to_moe_config(config), *required(ep, "ep").fabric, *required(world, "world").fabric, pool == nullptr ? nullptr : &pool->pool)};
+    target = new wb_moe_layer(to_moe_config(config), *required(ep, "ep").fabric, *required(world, "world").fabric, pool == nullptr ? nullptr : &pool->pool);
   });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routes and the router.
+// The router.
 #include "convert.h"
 
 using namespace waybill;
@@ -29,17 +29,6 @@ LossSetup to_inputs(const wb_router_inputs* inputs) {
 }
 
 }  // namespace
-
-wb_status wb_route_validate(const wb_route* route, uint32_t allow) noexcept {
-  return guarded([&] {
-    const auto known = static_cast<std::uint32_t>(WB_ROUTE_ALLOW_OUT_OF_RANGE) | static_cast<std::uint32_t>(WB_ROUTE_ALLOW_DUPLICATES);
-    WB_CHECK((allow & ~known) == 0, "allow is {}, known bits are {}", allow, known);
-    RouteCheck check;
-    check.allow_out_of_range = (allow & WB_ROUTE_ALLOW_OUT_OF_RANGE) != 0;
-    check.allow_duplicates = (allow & WB_ROUTE_ALLOW_DUPLICATES) != 0;
-    validate(to_route(route, "route"), check);
-  });
-}
 
 wb_status wb_router_config_init(wb_router_config* config, uint64_t struct_size) noexcept {
   return guarded([&] { init_struct(config, struct_size, default_router_config(), "config"); });
