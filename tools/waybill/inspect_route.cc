@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// A route file: load per expert and rank, and the first tokens.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "inspect_verbs.h"
+#include "table.h"
+#include "waybill/route_io.h"
+#include "waybill/route_stats.h"
+
+namespace waybill::cli {
+namespace {
+
+struct RouteOptions {
+  std::string file;
+  int P = 1;
+  std::int64_t rows = 8;
+  bool json = false;
+};
+
+nlohmann::json to_json(const RouteStats& stats) {
+  nlohmann::json hottest = nlohmann::json::array();
+  for (const HotExpert& hot : stats.hottest) hottest.push_back({{"expert", hot.expert}, {"count", hot.count}});
+  return {{"T", stats.T},
+          {"K", stats.K},
+          {"E", stats.E},
+          {"P", stats.P},
+          {"num_routes", stats.num_routes},
+          {"num_empty_tokens", stats.num_empty_tokens},
+          {"num_bad_ids", stats.num_bad_ids},
+          {"counts", stats.counts},
+          {"min_count", stats.min_count},
+          {"max_count", stats.max_count},
+          {"mean_count", stats.mean_count},
+          {"num_idle_experts", stats.num_idle_experts},
+          {"entropy", stats.entropy},
+          {"hottest", hottest},
+          {"rank_rows", stats.rank_rows},
+          {"rank_slots", stats.rank_slots},
+          {"expert_imbalance", stats.expert_imbalance()},
+          {"rank_imbalance", stats.rank_imbalance()},
+          {"dedup_gain", stats.dedup_gain()}};
+}
+
+void run(const RouteOptions& options) {
+  const Route route = load_route(options.file);
+  const RouteStats stats = route_stats(route.view(), block_placement(route.E(), options.P));
+  if (options.json) {
+    fmt::print("{}\n", to_json(stats).dump(2));
+    return;
+  }
+  fmt::print("{}\n", describe(stats));
+  if (options.P > 1) {
+    Table table({"rank", "rows", "slots"});
+    for (std::size_t p = 0; p < stats.rank_rows.size(); ++p) {
+      table.add({fmt::format("{}", p), fmt::format("{}", stats.rank_rows[p]), fmt::format("{}", stats.rank_slots[p])});
+    }
+    fmt::print("\n{}", table.text());
+  }
+  fmt::print("\n{}\n", describe(route.view(), options.rows));
+}
+
+}  // namespace
+
+void register_inspect_route(CLI::App& inspect) {
+  CLI::App* command = inspect.add_subcommand("route", "Load per expert and rank of a route file");
+  auto options = std::make_shared<RouteOptions>();
+  command->add_option("file", options->file, "route file (waybill bench router --save-route writes one)")->required();
+  command->add_option("-P,--ranks", options->P, "ranks to spread the experts over")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--rows", options->rows, "tokens to list")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->add_flag("--json", options->json, "statistics as JSON");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace waybill::cli
