@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dense parts beside the routed experts: the shared expert and plain projections.
+#pragma once
+
+#include "waybill/activation.h"
+#include "waybill/stream.h"
+
+namespace waybill::moe {
+
+// y [T, N] (+)= x [T, C] w^T with w [N, C]; its transpose product and its weight gradient.
+void project(const TensorView& x, const TensorView& w, const TensorView& y, bool accumulate, Stream stream);
+void project_backward_input(const TensorView& dy, const TensorView& w, const TensorView& dx, bool accumulate, Stream stream);
+void project_backward_weight(const TensorView& dy, const TensorView& x, const TensorView& dw, Stream stream);  // dw +=
+
+// The shared expert: out += act(x w1^T) w2^T.   h [T, inner], a [T, F] are written: h is kept for backward.
+struct SharedExpert {
+  const ActivationConfig& activation;
+  TensorView w1, w2;  // [inner, H], [H, F]
+  Stream stream;
+
+  void hidden(const TensorView& x, Tensor& h) const;
+  void activate(const TensorView& h, Tensor& a) const;
+  void add_output(const TensorView& a, const TensorView& out) const;
+  // dx += ..., d_w1 += ..., d_w2 += ...; da and dh are scratch.
+  void backward(const TensorView& x, const TensorView& h, const TensorView& a, const TensorView& d_out, const TensorView& d_w1, const TensorView& d_w2,
+                Tensor& da, Tensor& dh, const TensorView& dx) const;
+};
+
+}  // namespace waybill::moe

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// Captured mode on the CPU: fixed budgets, replays with new routes, overflow that is seen by all and recovered from (F26).
+#include <gtest/gtest.h>
+
+#include "moe/harness.h"
+
+namespace waybill::test {
+namespace {
+
+constexpr std::int64_t kT = 64;
+
+MoeConfig captured_config(double receive_factor) {
+  MoeConfig c = small_config(8, 4, 6, 3);
+  c.mode = ExchangeMode::kCaptured;
+  c.T_max = kT;
+  c.receive_factor = receive_factor;
+  c.aux_coefficient = 0.1f;
+  return c;
+}
+
+enum Pattern { kBalanced, kSkewed, kEmptySource, kOneRank, kNone };
+
+// Two ranks of 64 tokens (0 and 128 for the empty source are not legal: T_max is 64, so rank 0 is empty and rank 1 full).
+Batch pattern_batch(const MoeConfig& c, Pattern pattern, std::uint64_t seed) {
+  Batch batch = random_batch(c, {pattern == kEmptySource ? 0 : kT, kT}, seed);
+  for (std::int64_t t = 0; t < batch.T(); ++t) {
+    for (std::int64_t k = 0; k < 4; ++k) {
+      switch (pattern) {
+        case kSkewed:
+          batch.replay.push_back(static_cast<std::int32_t>(k < 3 ? k : 4 + t % 4));
+          break;
+        case kOneRank:
+          batch.replay.push_back(static_cast<std::int32_t>(k));
+          break;  // expert 0 in every row, the rest on its rank
+        case kNone:
+          batch.replay.push_back(-1);
+          break;
+        default:
+          batch.replay.push_back(static_cast<std::int32_t>((t + 2 * k) % 8));
+      }
+    }
+  }
+  return batch;
+}
+
+TEST(MoeFieldCases, F26_EveryReplayIsBitEqualToAnEagerRun) {
+  const MoeConfig captured = captured_config(2.0);
+  MoeConfig eager = captured;
+  eager.mode = ExchangeMode::kEager, eager.receive_factor = 0, eager.T_max = 0;
+  const Weights<float> w = random_weights(captured, 260);
+  std::vector<Batch> batches{pattern_batch(captured, kBalanced, 261)};
+  for (int replay = 0; replay < 12; ++replay)
+    batches.push_back(pattern_batch(captured, static_cast<Pattern>(replay % 5), 262 + static_cast<std::uint64_t>(replay)));
+  std::vector<Result> expected;
+  for (const Batch& batch : batches) expected.push_back(run_layer(eager, w, batch));
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(captured, fabric, fabric);
+    MoeStep step;  // one step, reused: what a graph would do
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      SCOPED_TRACE(fmt::format("replay {} rank {}", i, fabric.rank()));
+      RankRun rank(captured, 2, fabric.rank(), w, batches[i]);
+      rank.step = std::move(step);
+      rank.run(layer, captured, batches[i], {});
+      EXPECT_TRUE(rank.step.valid);
+      EXPECT_EQ(0, std::memcmp(rank.out.data(), expected[i].out.data() + rank.first * captured.H, rank.out.size() * 4));
+      EXPECT_EQ(0, std::memcmp(rank.dx.data(), expected[i].dx.data() + rank.first * captured.H, rank.dx.size() * 4));
+      Result part = empty_result(captured, 2, w, batches[i]);
+      rank.collect(captured, 2, fabric.rank(), layer, part);
+      const std::int64_t n1 = static_cast<std::int64_t>(part.gradients.w1.size()) / 2, at = fabric.rank() * n1;
+      EXPECT_EQ(0, std::memcmp(part.gradients.w1.data() + at, expected[i].gradients.w1.data() + at, static_cast<std::size_t>(n1) * 4));
+      EXPECT_EQ(rank.step.slots, expected[i].slots[static_cast<std::size_t>(fabric.rank())]);
+      if (i > 0 && i % 5 == 0) {
+        EXPECT_EQ(rank.step.slots + rank.step.rows, 0);  // every route is -1
+      }
+      step = std::move(rank.step);
+    }
+  });
+}
+
+TEST(MoeFieldCases, F26_OverflowIsDeclaredOnEveryRankAndTheNextReplayIsRight) {
+  const MoeConfig c = captured_config(1.171875);
+  const Weights<float> w = random_weights(c, 270);
+  const Batch balanced = pattern_batch(c, kBalanced, 271), worst = pattern_batch(c, kOneRank, 272);
+  const Result expected = run_layer(c, w, balanced);
+  EXPECT_EQ(expected.slots, (std::vector<std::int64_t>{256, 256}));
+  MoeConfig eager = c;
+  eager.mode = ExchangeMode::kEager, eager.receive_factor = 0;
+  const Result expected_worst = run_layer(eager, w, worst);
+  EXPECT_EQ(expected_worst.slots[0], 512);
+  EXPECT_EQ(expected_worst.rows[0], 128);
+
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    EXPECT_EQ(layer.budget().slots, 300);
+    EXPECT_EQ(layer.budget().rows, 128);
+    RankRun bad(c, 2, fabric.rank(), w, worst);
+    const auto poison = [](const char*, std::vector<float>& v) { std::fill(v.begin(), v.end(), 3.0f); };
+    bad.gradients.w.for_each(poison);
+    bad.run(layer, c, worst, {});
+    EXPECT_FALSE(bad.step.valid);
+    for (const float value : bad.out) EXPECT_EQ(value, 0.0f);
+    for (const float value : bad.dx) EXPECT_EQ(value, 0.0f);
+    bad.gradients.w.for_each([](const char* name, std::vector<float>& v) {
+      for (const float value : v) ASSERT_EQ(value, 3.0f) << name;
+    });
+    const StatusWord& status = layer.status();
+    if (fabric.rank() == 0) {
+      EXPECT_EQ(status.flags & kStatusSlotOverflow, kStatusSlotOverflow);
+      EXPECT_EQ(status.slot_demand, 512);
+      EXPECT_EQ(status.slot_capacity, 300);
+      EXPECT_EQ(status.row_demand, 128);
+      EXPECT_EQ(status.row_capacity, 128);
+      EXPECT_EQ(bad.step.status.slot_demand, 512);
+      EXPECT_EQ(status.flags & kStatusRowOverflow, 0u);
+    }
+    layer.status().clear();
+
+    RankRun good(c, 2, fabric.rank(), w, balanced);
+    good.run(layer, c, balanced, {});
+    EXPECT_TRUE(good.step.valid);
+    EXPECT_FALSE(layer.status().overflowed());
+    EXPECT_EQ(0, std::memcmp(good.out.data(), expected.out.data() + good.first * c.H, good.out.size() * 4));
+
+    layer.set_receive_factor(2.0);  // rerun of the batch that did not fit, larger
+    EXPECT_EQ(layer.budget().slots, 512);
+    RankRun again(c, 2, fabric.rank(), w, worst);
+    again.run(layer, c, worst, {});
+    EXPECT_TRUE(again.step.valid);
+    EXPECT_EQ(0, std::memcmp(again.out.data(), expected_worst.out.data() + again.first * c.H, again.out.size() * 4));
+    EXPECT_EQ(0, std::memcmp(again.dx.data(), expected_worst.dx.data() + again.first * c.H, again.dx.size() * 4));
+  });
+}
+
+TEST(MoeFieldCases, F26_AnOverflowDuringEvaluationIsNotSilent) {
+  const MoeConfig c = captured_config(1.171875);
+  const Weights<float> w = random_weights(c, 280);
+  const Batch worst = pattern_batch(c, kOneRank, 281);
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    RankRun rank(c, 2, fabric.rank(), w, worst);
+    RunOptions options;
+    options.backward = false;
+    options.forward.training = false;
+    rank.run(layer, c, worst, options);
+    EXPECT_FALSE(rank.step.valid);
+    EXPECT_EQ(layer.status().overflowed(), fabric.rank() == 0);
+  });
+}
+
+TEST(MoeCaptured, TheDefaultReceiveFactorIsOneAndAHalf) {
+  const MoeConfig c = captured_config(0);
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    EXPECT_EQ(layer.receive_factor(), 1.5);
+    EXPECT_EQ(layer.budget().slots, 384);
+    layer.set_receive_factor(3.0);
+    EXPECT_EQ(layer.receive_factor(), 3.0);
+    layer.set_receive_factor(0);
+    EXPECT_EQ(layer.receive_factor(), 1.5);
+  });
+}
+
+TEST(MoeCaptured, NothingIsAllocatedOnceTheBudgetsAreBooked) {
+  MoeConfig c = captured_config(2.0);
+  c.latent = 4, c.shared_F = 2, c.expert_bias = true;
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kActivation, Recompute::kLayer}) {
+    c.recompute = recompute;
+    const Weights<float> w = random_weights(c, 290);
+    const Batch empty = pattern_batch(c, kNone, 291), full = pattern_batch(c, kOneRank, 292);
+    run_ranks(2, [&](Fabric& fabric) {
+      MoeLayer other(c, fabric, fabric), layer(c, fabric, fabric);
+      RankRun warm(c, 2, fabric.rank(), w, full), first(c, 2, fabric.rank(), w, empty), second(c, 2, fabric.rank(), w, full);
+      warm.run(other, c, full, {});  // the matmuls' per-thread scratch grows once
+      first.run(layer, c, empty, {});
+      second.step = std::move(first.step);
+      fabric.barrier("warm");
+      {
+        const AllocationTrace trace;  // of both ranks
+        fabric.barrier("start");
+        second.run(layer, c, full, {});
+        fabric.barrier("done");
+        EXPECT_EQ(trace.count(), 0u) << "recompute " << static_cast<int>(recompute) << " largest " << trace.largest_bytes();
+      }
+      fabric.barrier("read");
+    });
+  }
+}
+
+}  // namespace
+}  // namespace waybill::test
