@@ -64,7 +64,7 @@ WB_ACT_INLINE void backward_run(const ActivationConfig& config, const Activation
       const float slope_gate = u * (s + alpha * gated * (1.0f - s));
       product[f] = da[f] * (gated * u);
       d_gate[f] = gate[f] > limit ? 0.0f : d * slope_gate;
-      d_up[f] = up[f] > limit || up[f] < -limit ? 0.0f : d * gated;
+      d_up[f] = scalar::minus_abs(up[f]) < -limit ? 0.0f : d * gated;
     }
   } else {
     for (std::int64_t f = 0; f < run.count; ++f) {
