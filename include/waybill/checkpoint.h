@@ -21,9 +21,11 @@ namespace waybill {
 struct CheckpointInfo {
   std::int64_t step = 0;  // optimizer steps done; also the position in the data and in every random stream
   std::uint64_t seed = 0;
-  int W = 1, P = 1;         // of the run that saved it
-  std::int64_t tokens = 0;  // trained on so far
-  std::int64_t reruns = 0;  // steps that were computed again after a receive overflow
+  int W = 1, P = 1;          // of the run that saved it
+  std::int64_t tokens = 0;   // trained on so far
+  std::int64_t updates = 0;  // optimizer updates: steps minus skipped ones
+  std::int64_t skipped = 0;  // steps without an update (gradient not finite)
+  std::int64_t reruns = 0;   // computations thrown away after a receive overflow
   double receive_factor = 0;
   std::string config;        // resolved config, TOML
   std::string model_config;  // the part that must agree on loading, TOML

@@ -31,6 +31,8 @@ json info_to_json(const CheckpointInfo& info) {
           {"P", info.P},
           {"tokens", info.tokens},
           {"reruns", info.reruns},
+          {"updates", info.updates},
+          {"skipped", info.skipped},
           {"receive_factor", info.receive_factor},
           {"config", info.config},
           {"model_config", info.model_config}};
@@ -44,6 +46,8 @@ CheckpointInfo info_from_json(const json& j) {
   j.at("P").get_to(info.P);
   j.at("tokens").get_to(info.tokens);
   j.at("reruns").get_to(info.reruns);
+  j.at("updates").get_to(info.updates);
+  j.at("skipped").get_to(info.skipped);
   j.at("receive_factor").get_to(info.receive_factor);
   j.at("config").get_to(info.config);
   j.at("model_config").get_to(info.model_config);

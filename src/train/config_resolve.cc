@@ -79,6 +79,7 @@ void resolve(RunConfig& config) {
     }
   }
   for (LayerConfig& layer : config.model.layers) complete(layer, config.model);
+  config.model.max_sequences = config.train.global_batch / (config.train.micro_batches * config.parallel.W());
 }
 
 void validate(const RunConfig& config) {

@@ -5,6 +5,8 @@
 
 #include <cstdio>
 #include <exception>
+#include <filesystem>
+#include <new>
 
 #include "commands.h"
 #include "waybill/error.h"
@@ -49,6 +51,12 @@ int main(int argc, char** argv) {
   } catch (const waybill::Error& error) {
     fmt::print(stderr, "waybill: {}\n", error.what());
     return error.code() == waybill::ErrorCode::kInternal ? kExitBug : kExitBadInput;
+  } catch (const std::filesystem::filesystem_error& error) {
+    fmt::print(stderr, "waybill: {}\n", error.what());
+    return kExitBadInput;
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr, "waybill: out of memory\n");
+    return kExitBadInput;
   } catch (const std::exception& error) {
     fmt::print(stderr, "waybill: unexpected: {}\n", error.what());
     return kExitBug;

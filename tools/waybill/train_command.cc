@@ -1,8 +1,124 @@
 // SPDX-License-Identifier: Apache-2.0
+// waybill train CONFIG: reads the config, trains, and says how the held-out loss compares with the text's entropies.
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <csignal>
+#include <ctime>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
 #include "commands.h"
+#include "terminal.h"
+#include "train_display.h"
+#include "waybill/error.h"
+#include "waybill/trainer.h"
 
 namespace waybill::cli {
+namespace {
 
-void register_train_command(CLI::App&) {}
+namespace fs = std::filesystem;
+
+struct TrainArguments {
+  std::string config, text, resume, run_dir;
+  std::vector<std::string> overrides;
+  bool reshard = false, quiet = false, list_keys = false;
+};
+
+std::atomic<bool> g_stop{false};
+std::atomic<int> g_signal{0};
+
+void request_stop(int signal) {
+  g_signal = signal;
+  g_stop = true;
+}
+
+// The first Ctrl-C or SIGTERM ends the run after the step in work; a second one ends the process at once.
+void install_signal_handlers() {
+  struct sigaction action {};
+  action.sa_handler = request_stop;
+  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a failed write, which says what happened
+}
+
+std::string default_run_dir(const std::string& name) {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  localtime_r(&now, &parts);
+  char stamp[32];
+  std::strftime(stamp, sizeof stamp, "%Y%m%d-%H%M%S", &parts);
+  const std::string base = fmt::format("runs/{}-{}", name, stamp);
+  std::string path = base;
+  for (int i = 2; fs::exists(path); ++i) path = fmt::format("{}-{}", base, i);
+  return path;
+}
+
+void list_keys() {
+  for (const ConfigKeyInfo& key : config_keys()) fmt::print("{:<28} {:<14} {} ({})\n", key.name, key.default_value, key.help, key.allowed);
+}
+
+void print_result(const TrainResult& result, const std::string& run_dir) {
+  const std::string bigram = result.entropy.pairs_known ? fmt::format("{:.4f}", result.entropy.bigram) : "not computed";
+  fmt::print("\nheld-out loss   {:.4f} nats a token\nunigram entropy {:.4f}\nbigram entropy  {}\n", result.held_out_loss, result.entropy.unigram, bigram);
+  if (result.entropy.pairs_known) {
+    fmt::print("goal (below the bigram entropy and at least {} nat below the unigram entropy): {}\n", kGoalBelowUnigram, result.goal_met ? "met" : "not met");
+  }
+  if (!result.sample.empty()) fmt::print("\n--- sample ---\n{}\n--------------\n", result.sample);
+  if (result.reruns > 0) fmt::print("receive overflows: {} computation(s) repeated with a larger budget\n", result.reruns);
+  if (result.skipped > 0) fmt::print("updates skipped because the gradient was not finite: {}\n", result.skipped);
+  fmt::print("\ntrained {} steps in {}\nrun folder: {}\n", result.step, format_duration(result.seconds), run_dir);
+}
+
+void run_train(const TrainArguments& arguments) {
+  if (arguments.list_keys) return list_keys();
+  const bool resume = !arguments.resume.empty();
+  WB_CHECK(resume || !arguments.config.empty(), "train: give a config file, for example configs/demo.toml, or --resume RUN");
+  WB_CHECK(!resume || arguments.run_dir.empty() || arguments.run_dir == arguments.resume, "train: --resume {} and --run-dir {} name two folders",
+           arguments.resume, arguments.run_dir);
+  RunConfig config = load_run_config(arguments.config.empty() ? arguments.resume + "/config.toml" : arguments.config, arguments.overrides);
+  if (!arguments.text.empty()) {
+    config.data.text = arguments.text;
+    config.data.bin.clear();
+  }
+  // Absolute, so that the run folder's config works from any directory.
+  for (std::string* path : {&config.data.text, &config.data.bin}) {
+    if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
+  }
+  TrainOptions options;
+  options.run_dir = resume ? arguments.resume : arguments.run_dir.empty() ? default_run_dir(config.name) : arguments.run_dir;
+  options.resume = resume;
+  options.reshard = arguments.reshard;
+  options.stop = &g_stop;
+  install_signal_handlers();
+  TrainDisplay display(arguments.quiet);
+  const TrainResult result = train(config, options, &display);
+  if (result.stopped) {
+    display.on_note(fmt::format("stopped by signal {} after step {}; continue with: waybill train --resume {}", g_signal.load(), result.step, options.run_dir));
+    throw CLI::RuntimeError(128 + g_signal.load());
+  }
+  display.finish();
+  print_result(result, options.run_dir);
+}
+
+}  // namespace
+
+void register_train_command(CLI::App& app) {
+  auto* command = app.add_subcommand("train", "Train a model as a TOML config says");
+  const auto arguments = std::make_shared<TrainArguments>();
+  command->add_option("config", arguments->config, "Config file; not needed with --resume");
+  command->add_option("--text", arguments->text, "Text file or folder to train on (data.text)");
+  command->add_option("--set", arguments->overrides, "Change a key: section.key=value (may be repeated)")->allow_extra_args(false);
+  command->add_option("--resume", arguments->resume, "Continue the run in this folder from its newest checkpoint");
+  command->add_flag("--reshard", arguments->reshard, "Allow --resume at another P or D than the checkpoint's");
+  command->add_option("--run-dir", arguments->run_dir, "Folder of the run; default runs/NAME-TIME");
+  command->add_flag("--quiet", arguments->quiet, "Only the result");
+  command->add_flag("--list-keys", arguments->list_keys, "Print every config key, its default and meaning");
+  command->callback([arguments] { run_train(*arguments); });
+}
 
 }  // namespace waybill::cli

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank of a run: model, optimizer state and counters, with the collective steps that the loop is made of.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "waybill/checkpoint.h"
+#include "waybill/data.h"
+#include "waybill/language_model.h"
+#include "waybill/metrics.h"
+#include "waybill/optimizer.h"
+#include "waybill/train_config.h"
+
+namespace waybill {
+
+class RankTrainer {
+ public:
+  RankTrainer(const RunConfig& config, Fabric& world, ThreadPool* pool);
+
+  // Update number `step` (0 for the first). A step whose receive budget overflowed is computed again with a larger one before
+  // anything is updated; a step whose gradient is not finite changes nothing. Metrics are complete on every rank.
+  StepMetrics step(const Dataset& data, std::int64_t step);
+  // Mean held-out loss over `count` sequences (0 or too many: all of them).
+  double evaluate(const Dataset& data, std::int64_t count);
+
+  std::string save(const std::string& folder);
+  void load(const std::string& path);
+
+  std::int64_t steps_done() const { return info_.step; }
+  const CheckpointInfo& info() const { return info_; }
+  LanguageModel& model() { return model_; }
+  // Parameters of the whole model, each once; `active`: those one token uses.
+  std::int64_t num_parameters(bool active);
+
+ private:
+  StepStats forward_backward(const Dataset& data, std::int64_t step, StepMetrics& metrics);
+  void raise_receive_factor(const StatusWord& status, std::int64_t attempt);
+  void update(const StepStats& stats, StepMetrics& metrics);
+  std::vector<CheckpointTensor> tensors();
+
+  const RunConfig& config_;
+  Fabric& world_;
+  ThreadPool* pool_;
+  LanguageModel model_;
+  std::vector<OptimizerState> states_;
+  std::vector<Tensor> micro_batches_;  // [B, seq_len + 1] int32
+  std::vector<Tensor> loads_;          // per MoE layer: [E] int64 slots per expert since the start
+  std::vector<std::int64_t> load_layers_;
+  CheckpointInfo info_;
+  std::int64_t updates_ = 0;  // optimizer updates: steps minus skipped ones
+  std::int64_t skipped_ = 0;
+};
+
+// Fills what is known only over all ranks: phase means, byte sums, imbalances. Collective.
+void reduce_metrics(const StepStats& stats, double step_seconds, Fabric& world, StepMetrics& metrics);
+
+}  // namespace waybill

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "run_folder.h"
+
+#include <filesystem>
+#include <sstream>
+
+#include "durable_file.h"
+#include "waybill/error.h"
+
+namespace waybill {
+namespace {
+
+namespace fs = std::filesystem;
+
+// "[model] H = 64" of the first line that differs; the section is repeated because keys are short.
+struct Difference {
+  std::string saved, now;
+};
+
+Difference first_difference(const std::string& saved, const std::string& now) {
+  std::istringstream a(saved), b(now);
+  std::string line_a, line_b, section;
+  for (;;) {
+    const bool more_a = static_cast<bool>(std::getline(a, line_a)), more_b = static_cast<bool>(std::getline(b, line_b));
+    if (!more_a && !more_b) return {};
+    if (!more_a || !more_b || line_a != line_b) return {section + (more_a ? line_a : "nothing"), section + (more_b ? line_b : "nothing")};
+    if (line_a.starts_with('[')) section = line_a + " ";
+  }
+}
+
+}  // namespace
+
+void create_run_folder(const std::string& run_dir, const RunConfig& config) {
+  std::error_code error;
+  WB_CHECK(!fs::exists(run_dir) || (fs::is_directory(run_dir) && fs::is_empty(run_dir, error)),
+           "run folder {} exists and is not empty; give another --run-dir, or --resume {} to continue it", run_dir, run_dir);
+  const bool is_new = fs::create_directories(run_dir, error);
+  if (error) WB_FAIL(ErrorCode::kIo, "cannot create run folder {}: {}", run_dir, error.message());
+  try {
+    replace_file(config_path(run_dir), to_toml(config));
+  } catch (...) {
+    if (is_new) fs::remove_all(run_dir, error);
+    throw;
+  }
+}
+
+ResumePoint check_resume(const std::string& run_dir, const RunConfig& config, bool reshard) {
+  if (!fs::is_directory(run_dir)) WB_FAIL(ErrorCode::kIo, "run folder {} does not exist", run_dir);
+  ResumePoint point;
+  point.path = latest_checkpoint(checkpoint_folder(run_dir));
+  point.info = read_checkpoint_info(point.path);
+  const CheckpointInfo& saved = point.info;
+  const Difference difference = first_difference(saved.model_config, model_toml(config));
+  WB_CHECK(difference.saved == difference.now, "{} holds another model: it was saved with `{}`, the config says `{}`", point.path, difference.saved,
+           difference.now);
+  WB_CHECK(saved.seed == config.train.seed, "{} was saved with train.seed = {}, the config says {}", point.path, saved.seed, config.train.seed);
+  const int D = saved.W / saved.P;
+  WB_CHECK(reshard || (saved.P == config.parallel.P && saved.W == config.parallel.W()),
+           "{} was saved with P = {}, D = {}, the config says P = {}, D = {}; --reshard resumes at another size", point.path, saved.P, D, config.parallel.P,
+           config.parallel.D);
+  WB_CHECK(saved.step <= config.train.steps, "{} is at step {}, beyond train.steps = {}", point.path, saved.step, config.train.steps);
+  return point;
+}
+
+}  // namespace waybill

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// The folder of a run: made once, checked before it is continued.
+#pragma once
+
+#include <string>
+
+#include "waybill/checkpoint.h"
+#include "waybill/train_config.h"
+
+namespace waybill {
+
+inline std::string config_path(const std::string& run_dir) { return run_dir + "/config.toml"; }
+inline std::string metrics_path(const std::string& run_dir) { return run_dir + "/metrics.jsonl"; }
+inline std::string checkpoint_folder(const std::string& run_dir) { return run_dir + "/checkpoints"; }
+inline std::string sample_path(const std::string& run_dir) { return run_dir + "/sample.txt"; }
+
+// Makes the folder and writes config.toml. Refuses a folder that holds anything.
+void create_run_folder(const std::string& run_dir, const RunConfig& config);
+// What a resume starts from; path is empty where the run was stopped before its first checkpoint.
+struct ResumePoint {
+  std::string path;
+  CheckpointInfo info;
+};
+// Refuses a folder without a run, another model or seed (naming the first line that differs), and another P or D unless `reshard`.
+ResumePoint check_resume(const std::string& run_dir, const RunConfig& config, bool reshard);
+
+}  // namespace waybill

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "waybill/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <memory>
+#include <optional>
+
+#include "durable_file.h"
+#include "model_flops.h"
+#include "rank_trainer.h"
+#include "run_folder.h"
+#include "sampler.h"
+#include "waybill/error.h"
+
+namespace waybill {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::int64_t kMaxSkippedInARow = 20;
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  gmtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
+}
+
+int threads_per_rank(const RunConfig& config) {
+  if (config.train.threads > 0) return static_cast<int>(config.train.threads);
+  return std::max(1, num_usable_cores() / config.parallel.W());
+}
+
+FabricOptions fabric_options(const RunConfig& config) {
+  FabricOptions options;
+  options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.train.timeout_s * 1000));
+  return options;
+}
+
+// What rank 0 does beside its part of the training: files, observer, result.
+class Recorder {
+ public:
+  Recorder(const std::string& run_dir, std::int64_t resume_step, TrainObserver* observer, TrainResult& result)
+      : run_dir_(run_dir), writer_(metrics_path(run_dir), resume_step), observer_(observer != nullptr ? observer : &silent_), result_(result) {}
+
+  void start(const RunHeader& header) {
+    header_ = header;
+    writer_.write(header);
+    observer_->on_start(header);
+  }
+  void step(StepMetrics& metrics) {
+    metrics.tflops = header_.flops_per_token * metrics.tokens_per_s * 1e-12;
+    metrics.ceiling_share = header_.ceiling_tflops > 0 ? metrics.tflops / header_.ceiling_tflops : 0;
+    writer_.write(metrics);
+    if (metrics.reruns > 0) {
+      observer_->on_note(fmt::format("step {}: a receive budget overflowed; computed again {} time(s), receive factor now {:.3f}", metrics.step, metrics.reruns,
+                                     metrics.receive_factor));
+    }
+    if (!metrics.valid) observer_->on_note(fmt::format("step {}: gradient norm {} is not finite, update skipped", metrics.step, metrics.grad_norm));
+    observer_->on_step(metrics);
+    result_.train_loss = metrics.loss;
+    result_.reruns = metrics.total_reruns;
+    result_.skipped = metrics.total_skipped;
+  }
+  void eval(std::int64_t step, double loss, std::int64_t tokens) {
+    writer_.write_eval(step, loss, tokens);
+    observer_->on_eval(step, loss);
+    result_.held_out_loss = loss;
+  }
+  void checkpoint(std::int64_t step, const std::string& path) { observer_->on_checkpoint(step, path); }
+  void sample(std::int64_t step, const std::string& text) {
+    writer_.write_sample(step, text);
+    replace_file(sample_path(run_dir_), text + "\n");
+    result_.sample = text;
+  }
+  void end(double seconds) { writer_.write_end(result_.step, seconds, result_.held_out_loss, result_.goal_met); }
+
+ private:
+  std::string run_dir_;
+  MetricsWriter writer_;
+  TrainObserver silent_;
+  TrainObserver* observer_;
+  TrainResult& result_;
+  RunHeader header_;
+};
+
+RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEntropy& entropy, double ceiling, RankTrainer& trainer) {
+  RunHeader header;
+  header.name = config.name;
+  header.text = config.data.description();
+  header.created = utc_now();
+  header.W = config.parallel.W();
+  header.cores = num_usable_cores();
+  header.threads_per_rank = threads_per_rank(config);
+  header.seed = config.train.seed;
+  header.steps = config.train.steps;
+  header.first_step = trainer.steps_done();
+  header.parameters = trainer.num_parameters(false);
+  header.active_parameters = trainer.num_parameters(true);
+  header.tokens = data.size();
+  header.tokens_per_step = config.train.global_batch * config.model.seq_len;
+  header.flops_per_token = model_flops_per_token(config.model);
+  header.ceiling_tflops = ceiling;
+  header.entropy = entropy;
+  for (std::size_t i = 0; i < config.model.layers.size(); ++i) {
+    const LayerConfig& layer = config.model.layers[i];
+    if (layer.is_moe) header.layers.push_back({static_cast<int>(i), layer.moe.E, layer.moe.K, layer.P});
+  }
+  return header;
+}
+
+// The loop of one rank; `recorder` exists on rank 0 only.
+class Loop {
+ public:
+  Loop(const RunConfig& config, const TrainOptions& options, const Dataset& data, Fabric& world, RankTrainer& trainer, Recorder* recorder)
+      : config_(config), options_(options), data_(data), world_(world), trainer_(trainer), recorder_(recorder), saved_step_(trainer.steps_done()) {}
+
+  // True when the run reached its last step, false when it was stopped.
+  bool run() {
+    while (trainer_.steps_done() < config_.train.steps) {
+      StepMetrics metrics = trainer_.step(data_, trainer_.steps_done());
+      if (recorder_ != nullptr) recorder_->step(metrics);
+      skipped_in_a_row_ = metrics.valid ? 0 : skipped_in_a_row_ + 1;
+      WB_CHECK(skipped_in_a_row_ < kMaxSkippedInARow, "step {}: the gradient was not finite in {} steps in a row (norm {})", metrics.step, skipped_in_a_row_,
+               metrics.grad_norm);
+      if (due(config_.train.eval_every) && trainer_.steps_done() < config_.train.steps) evaluate(config_.train.eval_sequences);
+      if (due(config_.train.checkpoint_every)) save();
+      if (stop_requested()) {
+        save();
+        return trainer_.steps_done() >= config_.train.steps;
+      }
+    }
+    save();
+    return true;
+  }
+
+  void evaluate(std::int64_t count) {
+    const std::int64_t all = data_.num_held_out_sequences(), n = count <= 0 ? all : std::min(count, all);
+    const double loss = trainer_.evaluate(data_, count);
+    if (recorder_ != nullptr) recorder_->eval(trainer_.steps_done(), loss, n * config_.model.seq_len);
+  }
+
+ private:
+  bool due(std::int64_t every) const { return every > 0 && trainer_.steps_done() % every == 0; }
+  bool stop_requested() {
+    std::int64_t stop[] = {world_.rank() == 0 && options_.stop != nullptr && options_.stop->load() ? 1 : 0};
+    world_.all_reduce(std::span<std::int64_t>(stop), ReduceOp::kMax, "train.stop");
+    return stop[0] != 0;
+  }
+  void save() {
+    if (saved_step_ == trainer_.steps_done()) return;
+    const std::string path = trainer_.save(checkpoint_folder(options_.run_dir));
+    saved_step_ = trainer_.steps_done();
+    if (recorder_ != nullptr) recorder_->checkpoint(saved_step_, path);
+  }
+
+  const RunConfig& config_;
+  const TrainOptions& options_;
+  const Dataset& data_;
+  Fabric& world_;
+  RankTrainer& trainer_;
+  Recorder* recorder_;
+  std::int64_t saved_step_;
+  std::int64_t skipped_in_a_row_ = 0;
+};
+
+std::string make_sample(const RunConfig& config, Fabric& world, RankTrainer& trainer) {
+  const bool is_bytes = !config.data.text.empty();
+  const auto prompt = encode_prompt(config.train.sample_prompt, config.model.vocab, is_bytes);
+  const auto tokens = continue_tokens(trainer.model(), world, prompt, config.train.sample_tokens, config.train.sample_temperature, config.train.seed);
+  return decode_sample(tokens, is_bytes);
+}
+
+struct Shared {
+  const RunConfig& config;
+  const TrainOptions& options;
+  const Dataset& data;
+  const ResumePoint& resume;
+  double ceiling;
+  TrainObserver* observer;
+  TrainResult& result;  // written by rank 0
+};
+
+void run_rank(const Shared& shared, Fabric& world) {
+  const auto start = Clock::now();
+  const RunConfig& config = shared.config;
+  ThreadPool pool(threads_per_rank(config));
+  RankTrainer trainer(config, world, &pool);
+  if (!shared.resume.path.empty()) trainer.load(shared.resume.path);
+  TrainResult& result = shared.result;
+  std::optional<Recorder> recorder;
+  if (world.rank() == 0) {
+    if (shared.options.resume) replace_file(config_path(shared.options.run_dir), to_toml(config));
+    recorder.emplace(shared.options.run_dir, shared.options.resume ? trainer.steps_done() : -1, shared.observer, result);
+    recorder->start(make_header(config, shared.data, result.entropy, shared.ceiling, trainer));
+  }
+  Loop loop(config, shared.options, shared.data, world, trainer, recorder ? &*recorder : nullptr);
+  const bool finished = loop.run();
+  if (recorder) {
+    result.step = trainer.steps_done();
+    result.stopped = !finished;
+  }
+  if (!finished) return;
+  loop.evaluate(config.train.final_eval_sequences);
+  const std::string sample = config.train.sample_tokens > 0 ? make_sample(config, world, trainer) : "";
+  if (!recorder) return;
+  if (!sample.empty()) recorder->sample(result.step, sample);
+  const bool below_pairs = result.entropy.pairs_known && result.held_out_loss < result.entropy.bigram;
+  result.goal_met = below_pairs && result.held_out_loss <= result.entropy.unigram - kGoalBelowUnigram;
+  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  recorder->end(result.seconds);
+}
+
+}  // namespace
+
+TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObserver* observer) {
+  const auto start = Clock::now();
+  validate(config);
+  WB_CHECK(!options.run_dir.empty(), "train() needs a run folder");
+  const Dataset data = Dataset::load(config.data, config.model.vocab, config.model.seq_len);
+  ResumePoint resume;
+  if (options.resume)
+    resume = check_resume(options.run_dir, config, options.reshard);
+  else
+    create_run_folder(options.run_dir, config);
+  TrainResult result;
+  result.entropy = data.entropy();
+  const double ceiling = config.train.measure_ceiling ? measure_matmul_ceiling() : 0;
+  const Shared shared{config, options, data, resume, ceiling, observer, result};
+  run_ranks(
+      config.parallel.W(), [&shared](Fabric& world) { run_rank(shared, world); }, fabric_options(config));
+  result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  return result;
+}
+
+std::string generate(const std::string& run_dir, const GenerateOptions& options) {
+  RunConfig config = load_run_config(config_path(run_dir));
+  const std::string path = latest_checkpoint(checkpoint_folder(run_dir));
+  config.parallel = {};
+  for (LayerConfig& layer : config.model.layers) layer.P = 1;
+  auto world = make_single_fabric();
+  ThreadPool pool(num_usable_cores());
+  RankTrainer trainer(config, *world, &pool);
+  trainer.load(path);
+  const bool is_bytes = !config.data.text.empty();
+  const auto prompt = encode_prompt(options.prompt, config.model.vocab, is_bytes);
+  return decode_sample(continue_tokens(trainer.model(), *world, prompt, options.tokens, options.temperature, options.seed), is_bytes);
+}
+
+}  // namespace waybill
