@@ -156,10 +156,7 @@ class ForwardRows {
       scratch.selected_x[k] = scratch.ids[k] >= 0 ? x[scratch.ids[k]] : 0.0f;
     }
     RowSum row;
-    if (needs_row_sum_) {
-      kernels_.log_scores(config.score, x, vectors_.keep, config.E, scratch.values);
-      row = kernels_.sum_exp(scratch.values, config.E);
-    }
+    if (needs_row_sum_) row = kernels_.full_scores(config.score, x, vectors_.keep, config.E, scratch.p);
     kernels_.selected_weights(config.score, is_renormalised(config), needs_row_sum_ ? &row : nullptr, config.scaling_factor, config.normalise_epsilon,
                               scratch.selected_x, scratch.valid, scratch.padded_k, scratch.selected_scratch, scratch.selected_weights);
   }

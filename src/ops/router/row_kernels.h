@@ -11,10 +11,13 @@ namespace waybill::router_impl {
 
 inline constexpr std::int64_t kLanes = 16;  // partial sums of a row; arrays of K values are padded to a multiple of it
 
-// log-sum-exp state of a row: sum over existing entries of exp(v - largest). `largest` is -Inf where nothing exists.
+// A row of scores before it is divided by its sum. Softmax: exp(x - largest). Sigmoid and sqrt-softplus: the score itself, or, where even
+// the largest logit lies so low that scores underflow, what they tend to: exp(x - largest) and its square root. The quotient is the same
+// and finite at any logits. `largest` is -Inf and `sum` 0 where no expert exists.
 struct RowSum {
   float largest = 0, sum = 0;
 };
+inline constexpr float kTinyScores = -30.0f;  // sigmoid(x) = e^x to fp32 below this
 
 struct RowKernels {
   const char* name;
@@ -34,14 +37,14 @@ struct RowKernels {
   // Composites (key << 32 | ~id) of the keys >= threshold in ascending id; returns how many. `out` holds n.
   std::int64_t (*collect)(const std::uint32_t* keys, std::int64_t n, std::uint32_t threshold, std::uint64_t* out);
 
-  // v[e] = log score of x_e (softmax: x_e itself), -Inf where the logit is not finite or keep is 0.
-  void (*log_scores)(ScoreFunction score, const float* x, const std::uint32_t* keep, std::int64_t n, float* v);
-  RowSum (*sum_exp)(const float* v, std::int64_t n);
-  // out[e] = exp(v_e - largest) / sum; returns sum_e a_e out_e. a may be null.
-  float (*normalise)(const float* v, RowSum sum, const float* a, std::int64_t n, float* out);
+  // u[e] proportional to the score of x_e, 0 where the expert does not exist; see RowSum.
+  RowSum (*full_scores)(ScoreFunction score, const float* x, const std::uint32_t* keep, std::int64_t n, float* u);
+  float (*log_sum_exp)(RowSum row);  // of the logits, for a softmax row
+  void (*scale)(float* u, std::int64_t n, float factor);
+  float (*dot)(const float* a, const float* b, std::int64_t n);
 
-  // weights[k] of the chosen, K padded to a multiple of kLanes: exp(log score - row.largest) / row.sum where `row` is given (softmax over
-  // the row), else the raw score; times scale. Renormalised: over the valid slots. valid[k] is 1 or 0; the padding is 0.
+  // weights[k] of the chosen, K padded to a multiple of kLanes, times `scale`: normalised over the valid slots (renormalise), the softmax
+  // over the row (`row` given), or the raw score. valid[k] is 1 or 0; the padding is 0.
   void (*selected_weights)(ScoreFunction score, bool renormalise, const RowSum* row, float scale, float epsilon, const float* x, const std::uint8_t* valid,
                            std::int64_t padded_k, float* scratch, float* weights);
   // slopes[k] = d log score / dx.

@@ -35,11 +35,13 @@ WB_BODY float score_of(float x) {
   if constexpr (kScore == ScoreFunction::kSqrtSoftplus) return scalar::sqrt_softplus(x);
   return x;
 }
-template <ScoreFunction kScore>
-WB_BODY float log_score_of(float x) {
-  if constexpr (kScore == ScoreFunction::kSigmoid) return scalar::log_sigmoid(x);
-  if constexpr (kScore == ScoreFunction::kSqrtSoftplus) return scalar::log_sqrt_softplus(x);
-  return x;
+// Proportional to the score; kIsTiny where largest < kTinyScores.
+template <ScoreFunction kScore, bool kIsTiny>
+WB_BODY float unnormalised(float x, float largest) {
+  if constexpr (kScore == ScoreFunction::kSigmoid && !kIsTiny) return scalar::sigmoid(x);
+  if constexpr (kScore == ScoreFunction::kSqrtSoftplus && !kIsTiny) return scalar::sqrt_softplus(x);
+  if constexpr (kScore == ScoreFunction::kSqrtSoftplus) return scalar::exp(0.5f * (x - largest));
+  return scalar::exp(x - largest);
 }
 template <ScoreFunction kScore>
 WB_BODY float slope_of(float x) {
@@ -118,15 +120,6 @@ WB_BODY std::int64_t collect(const std::uint32_t* in, std::int64_t n, std::uint3
   return count;
 }
 
-template <ScoreFunction kScore>
-WB_BODY void log_scores(const float* x, const std::uint32_t* keep, std::int64_t n, float* v) {
-  for (std::int64_t e = 0; e < n; ++e) {
-    const std::uint32_t exists = finite_mask(x[e]) & keep[e];
-    const float value = log_score_of<kScore>(x[e]);
-    v[e] = exists != 0 ? value : kMinusInfinity;
-  }
-}
-
 // Lanes to one value, in one fixed order.
 WB_BODY float fold_lanes(const float* lanes) {
   float eight[8], four[4];
@@ -138,39 +131,61 @@ WB_BODY float fold_lanes(const float* lanes) {
 // A block of 16 steps a lane is summed before it joins the total: the rounding error of long rows stays that of short ones.
 inline constexpr std::int64_t kSumBlock = 16 * kLanes;
 
-WB_BODY RowSum sum_exp(const float* v, std::int64_t n) {
-  RowSum row;
-  row.largest = kMinusInfinity;
-  for (std::int64_t e = 0; e < n; ++e) row.largest = v[e] > row.largest ? v[e] : row.largest;
-  if (row.largest == kMinusInfinity) return row;
+WB_BODY float sum(const float* u, std::int64_t n) {
   float total[kLanes] = {};
   for (std::int64_t block = 0; block < n; block += kSumBlock) {
     float part[kLanes] = {};
     const std::int64_t end = block + kSumBlock < n ? block + kSumBlock : n;
     std::int64_t e = block;
     for (; e + kLanes <= end; e += kLanes) {
-      for (std::int64_t lane = 0; lane < kLanes; ++lane) part[lane] += scalar::exp(v[e + lane] - row.largest);
+      for (std::int64_t lane = 0; lane < kLanes; ++lane) part[lane] += u[e + lane];
     }
-    for (std::int64_t lane = 0; e + lane < end; ++lane) part[lane] += scalar::exp(v[e + lane] - row.largest);
+    for (std::int64_t lane = 0; e + lane < end; ++lane) part[lane] += u[e + lane];
     for (std::int64_t lane = 0; lane < kLanes; ++lane) total[lane] += part[lane];
   }
-  row.sum = fold_lanes(total);
+  return fold_lanes(total);
+}
+
+template <ScoreFunction kScore, bool kIsTiny>
+WB_BODY void unnormalised_row(const float* x, const std::uint32_t* keep, float largest, std::int64_t n, float* u) {
+  for (std::int64_t e = 0; e < n; ++e) {
+    const std::uint32_t exists = finite_mask(x[e]) & keep[e];
+    const float value = unnormalised<kScore, kIsTiny>(x[e], largest);
+    u[e] = exists != 0 ? value : 0.0f;
+  }
+}
+
+template <ScoreFunction kScore>
+WB_BODY RowSum full_scores(const float* x, const std::uint32_t* keep, std::int64_t n, float* u) {
+  std::uint32_t largest_key = 0;  // integers, so that the maximum vectorises
+  for (std::int64_t e = 0; e < n; ++e) largest_key = max_u32(largest_key, scalar::order_key(x[e]) & finite_mask(x[e]) & keep[e]);
+  RowSum row{kMinusInfinity, 0.0f};
+  if (largest_key == 0) return row;
+  row.largest = scalar::from_bits((largest_key >> 31) != 0 ? largest_key ^ 0x80000000u : ~largest_key);
+  if (row.largest < kTinyScores)
+    unnormalised_row<kScore, true>(x, keep, row.largest, n, u);
+  else
+    unnormalised_row<kScore, false>(x, keep, row.largest, n, u);
+  row.sum = sum(u, n);
   return row;
 }
 
-WB_BODY float normalise(const float* v, RowSum row, const float* a, std::int64_t n, float* out) {
-  const float inverse = 1.0f / row.sum;
-  for (std::int64_t e = 0; e < n; ++e) out[e] = scalar::exp(v[e] - row.largest) * inverse;
-  if (a == nullptr) return 0;
+WB_BODY float log_sum_exp(RowSum row) { return row.largest + scalar::log(row.sum); }
+
+WB_BODY void scale(float* u, std::int64_t n, float factor) {
+  for (std::int64_t e = 0; e < n; ++e) u[e] *= factor;
+}
+
+WB_BODY float dot(const float* a, const float* b, std::int64_t n) {
   float total[kLanes] = {};
   for (std::int64_t block = 0; block < n; block += kSumBlock) {
     float part[kLanes] = {};
     const std::int64_t end = block + kSumBlock < n ? block + kSumBlock : n;
     std::int64_t e = block;
     for (; e + kLanes <= end; e += kLanes) {
-      for (std::int64_t lane = 0; lane < kLanes; ++lane) part[lane] += a[e + lane] * out[e + lane];
+      for (std::int64_t lane = 0; lane < kLanes; ++lane) part[lane] += a[e + lane] * b[e + lane];
     }
-    for (std::int64_t lane = 0; e + lane < end; ++lane) part[lane] += a[e + lane] * out[e + lane];
+    for (std::int64_t lane = 0; e + lane < end; ++lane) part[lane] += a[e + lane] * b[e + lane];
     for (std::int64_t lane = 0; lane < kLanes; ++lane) total[lane] += part[lane];
   }
   return fold_lanes(total);
@@ -200,20 +215,21 @@ WB_BODY void selected_weights(bool renormalise, const RowSum* row, float scale, 
     }
     return;
   }
-  for (std::int64_t k = 0; k < padded_k; ++k) scratch[k] = log_score_of<kScore>(x[k]);
-  RowSum over;
+  RowSum over{kMinusInfinity, 0.0f};
   if (renormalise) {
-    over.largest = kMinusInfinity;
-    for (std::int64_t k = 0; k < padded_k; ++k) over.largest = valid[k] != 0 && scratch[k] > over.largest ? scratch[k] : over.largest;
+    for (std::int64_t k = 0; k < padded_k; ++k) over.largest = valid[k] != 0 && x[k] > over.largest ? x[k] : over.largest;
   } else {
     over = *row;
   }
-  for (std::int64_t k = 0; k < padded_k; ++k) {
-    const float u = scalar::exp(scratch[k] - over.largest);
-    scratch[k] = valid[k] != 0 ? u : 0.0f;
+  if (over.largest < kTinyScores) {
+    for (std::int64_t k = 0; k < padded_k; ++k) scratch[k] = unnormalised<kScore, true>(x[k], over.largest);
+  } else {
+    for (std::int64_t k = 0; k < padded_k; ++k) scratch[k] = unnormalised<kScore, false>(x[k], over.largest);
   }
   if (renormalise) {
-    for (std::int64_t k = 0; k < padded_k; ++k) over.sum += scratch[k];
+    double sum = 0;  // K may be E: a long sum in slot order
+    for (std::int64_t k = 0; k < padded_k; ++k) sum += valid[k] != 0 ? scratch[k] : 0.0f;
+    over.sum = static_cast<float>(sum);
   }
   for (std::int64_t k = 0; k < padded_k; ++k) {
     const float w = scale * (scratch[k] / over.sum);

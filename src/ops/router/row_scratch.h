@@ -41,7 +41,6 @@ struct RowScratch {
   std::int64_t padded_k = 0;
   float* x = nullptr;                   // [E] a row widened to fp32
   std::uint32_t* keys = nullptr;        // [E]
-  float* values = nullptr;              // [E]
   float* p = nullptr;                   // [E] full scores
   float* softmax = nullptr;             // [E]
   std::uint64_t* composites = nullptr;  // [E]
@@ -56,25 +55,31 @@ struct RowScratch {
     WorkspacePlan plan;
     const auto row_bytes = static_cast<std::size_t>(config.E) * sizeof(float);
     const auto slot_bytes = static_cast<std::size_t>(padded_k) * sizeof(float);
-    const std::size_t at[] = {plan.book("x", row_bytes),        plan.book("keys", row_bytes),        plan.book("values", row_bytes),
-                              plan.book("p", row_bytes),        plan.book("softmax", row_bytes),     plan.book("composites", 2 * row_bytes),
-                              plan.book("ids", slot_bytes),     plan.book("selected_x", slot_bytes), plan.book("selected_scratch", slot_bytes),
-                              plan.book("weights", slot_bytes), plan.book("valid", slot_bytes),      plan.book("buckets", 2 * slot_bytes)};
+    const std::size_t at[] = {plan.book("x", row_bytes),
+                              plan.book("keys", row_bytes),
+                              plan.book("p", row_bytes),
+                              plan.book("softmax", row_bytes),
+                              plan.book("composites", 2 * row_bytes),
+                              plan.book("ids", slot_bytes),
+                              plan.book("selected_x", slot_bytes),
+                              plan.book("selected_scratch", slot_bytes),
+                              plan.book("weights", slot_bytes),
+                              plan.book("valid", slot_bytes),
+                              plan.book("buckets", 2 * slot_bytes)};
     memory = Buffer(plan.total_bytes());
     workspace = Workspace(memory.data(), memory.bytes());
     const auto E = static_cast<std::size_t>(config.E), K = static_cast<std::size_t>(padded_k);
     x = workspace.at<float>(at[0], E);
     keys = workspace.at<std::uint32_t>(at[1], E);
-    values = workspace.at<float>(at[2], E);
-    p = workspace.at<float>(at[3], E);
-    softmax = workspace.at<float>(at[4], E);
-    composites = workspace.at<std::uint64_t>(at[5], E);
-    ids = workspace.at<std::int32_t>(at[6], K);
-    selected_x = workspace.at<float>(at[7], K);
-    selected_scratch = workspace.at<float>(at[8], K);
-    selected_weights = workspace.at<float>(at[9], K);
-    valid = workspace.at<std::uint8_t>(at[10], K);
-    buckets = workspace.at<std::uint32_t>(at[11], 2 * K);
+    p = workspace.at<float>(at[2], E);
+    softmax = workspace.at<float>(at[3], E);
+    composites = workspace.at<std::uint64_t>(at[4], E);
+    ids = workspace.at<std::int32_t>(at[5], K);
+    selected_x = workspace.at<float>(at[6], K);
+    selected_scratch = workspace.at<float>(at[7], K);
+    selected_weights = workspace.at<float>(at[8], K);
+    valid = workspace.at<std::uint8_t>(at[9], K);
+    buckets = workspace.at<std::uint32_t>(at[10], 2 * K);
     std::fill_n(ids, padded_k, -1);
     std::fill_n(selected_x, padded_k, 0.0f);
     std::fill_n(valid, padded_k, std::uint8_t{0});

@@ -22,11 +22,11 @@ namespace waybill::cuda {
 // or the key (softmax). kExact: exact keys for every expert (groups, sqrt-softplus with bias).
 enum WarpMode : int { kPlain = 0, kBiased = 1, kExact = 2 };
 
-template <int kVectors>
+template <int kVectors, int kMode>
 struct WarpPolicy {
   static constexpr bool kHold = kVectors <= 8;                        // filter values stay in registers
   static constexpr bool kKeepMaxima = kVectors > 8 && kVectors <= 32;  // the maximum of each vector does; beyond, rows are read twice
-  static constexpr int kChunk = kVectors <= 8 ? kVectors : (kVectors == 18 ? 6 : 4);
+  static constexpr int kChunk = kVectors <= 8 ? kVectors : (kVectors == 18 ? (kMode == kPlain ? 6 : 3) : 4);
   static constexpr int kGroups = kVectors == 18 ? 3 : (kVectors == 64 ? 8 : (kVectors == 8 ? 4 : kVectors));
   static constexpr int kVectorsPerGroup = kVectors / kGroups;
   static_assert(kVectors % kGroups == 0 && kVectors % kChunk == 0);
@@ -111,21 +111,21 @@ __device__ __forceinline__ float group_threshold(const float (&group_max)[kGroup
 }
 
 // What a scan of the row leaves in a lane's registers.
-template <int kVectors>
+template <int kVectors, int kMode>
 struct LaneScan {
-  static constexpr int kHeld = WarpPolicy<kVectors>::kHold ? kVectors : 1;
-  static constexpr int kMaxima = WarpPolicy<kVectors>::kKeepMaxima ? kVectors : 1;
+  static constexpr int kHeld = WarpPolicy<kVectors, kMode>::kHold ? kVectors : 1;
+  static constexpr int kMaxima = WarpPolicy<kVectors, kMode>::kKeepMaxima ? kVectors : 1;
   float f[kHeld][4];                                 // held form: filter values, -Inf where excluded
   float vector_max[kMaxima];                         // otherwise: the largest of each vector of four
-  float group_max[WarpPolicy<kVectors>::kGroups];
+  float group_max[WarpPolicy<kVectors, kMode>::kGroups];
   float sum_max, sum;                                // online softmax denominator, when asked for
   bool has_nonfinite;
 };
 
 // Reads the row once. kSanitise: entries that are not finite are excluded (only after a first scan has found some).
 template <class T, int kVectors, int kMode, bool kStaged, bool kSanitise>
-__device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, const float* bias_smem, bool need_sum, LaneScan<kVectors>& s) {
-  using Policy = WarpPolicy<kVectors>;
+__device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, const float* bias_smem, bool need_sum, LaneScan<kVectors, kMode>& s) {
+  using Policy = WarpPolicy<kVectors, kMode>;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float poison = 0.0f;  // NaN once a logit is not finite
   s.sum = 0.0f, s.sum_max = -kInfinity;
@@ -134,6 +134,7 @@ __device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, c
 #pragma unroll
   for (int chunk = 0; chunk < kVectors; chunk += Policy::kChunk) {
     float x[Policy::kChunk][4];
+    if constexpr (kMode == kBiased && kVectors > 8) __syncwarp();  // keeps the next chunk's loads out of this one's registers
 #pragma unroll
     for (int c = 0; c < Policy::kChunk; ++c) {
       const int e = (chunk + c) * 128 + lane * 4;
@@ -197,8 +198,8 @@ __device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, c
 
 // Group-limited rows: drops the experts of groups that are not kept and returns a bit per vector of those kept. Each group is a
 // power of two of lanes within one vector (checked by the host). groups [G] u64 in shared memory.
-template <int kVectors>
-__device__ __forceinline__ std::uint32_t keep_groups(const RouterForwardParams& p, LaneScan<kVectors>& s, std::uint64_t* groups) {
+template <int kVectors, int kMode>
+__device__ __forceinline__ std::uint32_t keep_groups(const RouterForwardParams& p, LaneScan<kVectors, kMode>& s, std::uint64_t* groups) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int group_size = p.rows.E / p.num_groups, segment = group_size / 4;
   std::uint64_t composite[kVectors];
@@ -253,9 +254,9 @@ __device__ __forceinline__ void push_candidate(WarpScratch& scratch, int& count,
 }
 
 template <class T, int kVectors, int kMode, bool kStaged>
-__device__ __forceinline__ int collect_candidates(const RouterRows& rows, const T* row, const float* bias_smem, const LaneScan<kVectors>& s, float threshold,
+__device__ __forceinline__ int collect_candidates(const RouterRows& rows, const T* row, const float* bias_smem, const LaneScan<kVectors, kMode>& s, float threshold,
                                                   WarpScratch& scratch) {
-  using Policy = WarpPolicy<kVectors>;
+  using Policy = WarpPolicy<kVectors, kMode>;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   int count = 0;
   if constexpr (Policy::kHold) {
@@ -410,7 +411,7 @@ __device__ __forceinline__ void route_row(const RouterForwardParams& p, const T*
   const RouterRows& rows = p.rows;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
-  LaneScan<kVectors> s;
+  LaneScan<kVectors, kMode> s;
   scan_row<T, kVectors, kMode, kStaged, false>(rows, row, bias_smem, need_sum, s);
   if (__any_sync(ptx::kFullWarp, s.has_nonfinite)) {
     ++counters.nonfinite;
@@ -418,14 +419,14 @@ __device__ __forceinline__ void route_row(const RouterForwardParams& p, const T*
   }
   std::uint32_t kept = 0xffffffffu;
   const bool is_grouped = kMode == kExact && p.num_kept < p.num_groups;
-  if constexpr (kMode == kExact && WarpPolicy<kVectors>::kHold) {
+  if constexpr (kMode == kExact && WarpPolicy<kVectors, kMode>::kHold) {
     if (is_grouped) {
       kept = keep_groups(p, s, reinterpret_cast<std::uint64_t*>(scratch.key));
 #pragma unroll
-      for (int g = 0; g < WarpPolicy<kVectors>::kGroups; ++g) s.group_max[g] = -kInfinity;
+      for (int g = 0; g < WarpPolicy<kVectors, kMode>::kGroups; ++g) s.group_max[g] = -kInfinity;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float& m = s.group_max[v / WarpPolicy<kVectors>::kVectorsPerGroup];
+        float& m = s.group_max[v / WarpPolicy<kVectors, kMode>::kVectorsPerGroup];
         m = fmaxf(m, fmaxf(fmaxf(s.f[v][0], s.f[v][1]), fmaxf(s.f[v][2], s.f[v][3])));
       }
     }
@@ -435,7 +436,7 @@ __device__ __forceinline__ void route_row(const RouterForwardParams& p, const T*
   const float* bias = kMode == kPlain ? nullptr : bias_smem;
   if (count > router_tuning::kMaxCandidates) count = exact_candidates(rows, row, bias, is_grouped, kept, scratch);
   __syncwarp();
-  if constexpr (kMode != kPlain && WarpPolicy<kVectors>::kHold) {  // the list holds filter values: fetch the logits
+  if constexpr (kMode != kPlain && WarpPolicy<kVectors, kMode>::kHold) {  // the list holds filter values: fetch the logits
     for (int i = lane; i < count; i += 32) scratch.x[i] = to_float(row[scratch.id[i]]);
     __syncwarp();
   }
@@ -470,12 +471,14 @@ __device__ __forceinline__ void load_bias(const RouterRows& rows, float* bias_sm
 }
 
 inline constexpr int kUnstagedThreads = 256;
-inline constexpr int kStagedMaxThreads = 384;
 template <int kVectors>
-inline constexpr int kUnstagedBlocks = kVectors <= 4 ? 4 : (kVectors == 8 ? 3 : 2);
+inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 384;
+// CTAs an SM must hold: as many as the registers allow without spills.
+template <int kVectors, int kMode>
+inline constexpr int kUnstagedBlocks = kVectors <= 2 ? 4 : (kVectors == 4 ? (kMode == kPlain ? 4 : 3) : (kVectors == 8 && kMode == kPlain ? 3 : 2));
 
 template <class T, int kVectors, int kMode>
-__global__ void __launch_bounds__(kUnstagedThreads, kUnstagedBlocks<kVectors>) router_forward_warp(const __grid_constant__ RouterForwardParams p) {
+__global__ void __launch_bounds__(kUnstagedThreads, kUnstagedBlocks<kVectors, kMode>) router_forward_warp(const __grid_constant__ RouterForwardParams p) {
   extern __shared__ __align__(16) unsigned char dynamic_smem[];
   __shared__ WarpScratch scratch[kUnstagedThreads / 32];
   float* bias_smem = reinterpret_cast<float*>(dynamic_smem);
@@ -503,8 +506,8 @@ __host__ __device__ inline std::size_t staged_warp_bytes(int E, std::size_t logi
 }
 
 template <class T, int kVectors, int kMode>
-__global__ void __launch_bounds__(kStagedMaxThreads, 1) router_forward_staged(const __grid_constant__ RouterForwardParams p) {
-  extern __shared__ __align__(128) unsigned char dynamic_smem[];
+__global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward_staged(const __grid_constant__ RouterForwardParams p) {
+  extern __shared__ __align__(16) unsigned char dynamic_smem[];
   const int E = p.rows.E, warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
   const int warps = static_cast<int>(blockDim.x) >> 5;
   const std::uint32_t row_bytes = static_cast<std::uint32_t>(E) * sizeof(T);

@@ -44,7 +44,7 @@ bool launch_staged(const RouterForwardParams& p, const DeviceLimits& limits, cud
   const std::size_t fixed = kMode == kPlain ? 0 : static_cast<std::size_t>(p.rows.E) * sizeof(float);
   const std::size_t available = static_cast<std::size_t>(limits.shared_per_block) - 1024 - fixed;  // 1 KiB: static shared memory
   const std::size_t per_warp = staged_warp_bytes(p.rows.E, sizeof(T));
-  const int warps = std::min<int>(static_cast<int>(available / per_warp), kStagedMaxThreads / 32);
+  const int warps = std::min<int>(static_cast<int>(available / per_warp), kStagedMaxThreads<kVectors> / 32);
   if (warps < 3) return false;
   static KernelLimits cache;
   const auto kernel = router_forward_staged<T, kVectors, kMode>;

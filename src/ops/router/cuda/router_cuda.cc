@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/router/cuda/router_cuda.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
+#include "ops/router/cuda/router_params.h"
+#include "ops/router/cuda/tuning.h"
+
+namespace waybill::cuda {
+
+using router_impl::BackwardCall;
+using router_impl::ForwardCall;
+using router_impl::LossesCall;
+
+const DeviceLimits& device_limits(int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceLimits> cache;
+  const std::lock_guard lock(mutex);
+  const auto found = cache.find(device);
+  if (found != cache.end()) return found->second;
+  DeviceLimits limits{};
+  limits.device = device;
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device));
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&limits.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&limits.compute_major, cudaDevAttrComputeCapabilityMajor, device));
+  return cache.emplace(device, limits).first->second;
+}
+
+namespace {
+
+// Scratch of one (device, stream): calls on one stream run in order, so they may share it. The counting part is zero between launches.
+struct Scratch {
+  static constexpr std::size_t kExperts = router_tuning::kMaxExperts;
+  struct Fixed {
+    std::uint32_t counts[kExperts];
+    std::int32_t aux_counts[kExperts];
+    std::uint32_t forward_ticket, loss_ticket;
+    std::int32_t valid_tokens, padding;
+    double losses[4];
+    double partials[3 * 2048];
+  };
+  DeviceBuffer fixed, sequences;
+
+  explicit Scratch(int device) : fixed(sizeof(Fixed), device) { fixed.fill(0); WB_TRY_CUDA(cudaDeviceSynchronize()); }
+  Fixed* at() const { return fixed.as<Fixed>(); }
+};
+
+Scratch& scratch_of(int device, cudaStream_t stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Scratch>> all;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<Scratch>& found = all[{device, stream}];
+  if (found == nullptr) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
+    WB_CHECK(status == cudaStreamCaptureStatusNone, "the router's scratch is allocated by its first call on a stream: call it once before capturing");
+    found = std::make_unique<Scratch>(device);
+  }
+  return *found;
+}
+
+LogitType logit_type(DType dtype) { return dtype == DType::kF32 ? LogitType::kF32 : (dtype == DType::kBF16 ? LogitType::kBF16 : LogitType::kF16); }
+
+RouterRows rows_of(const RouterConfig& config, const RouterInputs& inputs) {
+  RouterRows rows{};
+  rows.logits = inputs.logits.data;
+  rows.row_stride = inputs.logits.stride[0];
+  rows.bias = static_cast<const float*>(inputs.expert_bias.data);
+  rows.mask = static_cast<const std::uint8_t*>(inputs.expert_mask.data);
+  rows.padding = static_cast<const std::uint8_t*>(inputs.padding_mask.data);
+  rows.T = inputs.logits.shape[0];
+  rows.E = static_cast<int>(config.E), rows.K = static_cast<int>(config.K);
+  rows.score = static_cast<int>(config.score);
+  rows.renormalise = config.renormalise ? 1 : 0;
+  rows.scale = config.scaling_factor, rows.epsilon = config.normalise_epsilon;
+  return rows;
+}
+
+// Empty where the warp kernel takes the rows; they differ in speed, not in results.
+std::string refuse_warp(const RouterConfig& config, const RouterInputs& inputs) {
+  const int tier = router_tuning::vector_tier(static_cast<int>(config.E));
+  const auto size = static_cast<std::int64_t>(size_bytes(inputs.logits.dtype));
+  if (config.E % 4 != 0 || inputs.logits.stride[0] % 4 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % static_cast<std::uintptr_t>(4 * size) != 0) {
+    return "rows are not aligned to 4 logits";
+  }
+  // Beyond this K the narrowed rows would pass kMaxCandidates; up to 128 experts all of them fit.
+  const std::int64_t groups = 32 * std::min(tier, 4);
+  if (config.K > router_tuning::kMaxWarpK || (config.E > router_tuning::kMaxCandidates && 5 * config.K > 3 * groups)) return "K is too large for the warp kernel";
+  const bool has_bias = inputs.expert_bias || inputs.expert_mask;
+  const bool is_exact = router_impl::uses_groups(config) || (has_bias && config.score == ScoreFunction::kSqrtSoftplus);
+  if (is_exact && tier > router_tuning::kMaxGroupedVectors) return "grouped rows of more than 1,024 experts";
+  if (tier == 64 && (config.E * size % 16 != 0 || inputs.logits.stride[0] * size % 16 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % 16 != 0 ||
+                     device_limits(inputs.logits.device.index).compute_major < 9)) {
+    return "long rows are staged by 16-byte bulk copies (sm_90)";
+  }
+  if (router_impl::uses_groups(config)) {
+    const std::int64_t size_of_group = config.E / config.num_groups, lanes = size_of_group / 4;
+    if (config.num_groups > router_tuning::kMaxFastGroups || size_of_group % 4 != 0 || lanes > 32 || (lanes & (lanes - 1)) != 0 ||
+        router_impl::keys_per_group_score(config) > 2) {
+      return "groups are not 4, 8, 16, ... 128 experts scored by 1 or 2";
+    }
+  }
+  return {};
+}
+
+void check_device_pointer(const void* pointer, const char* name, int device) {
+  cudaPointerAttributes attributes{};
+  const cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  const bool usable = error == cudaSuccess && (attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged);
+  WB_CHECK(usable && attributes.device == device, "{} must be memory of cuda:{}, got {} {}", name, device,
+           usable ? "memory of device" : "host memory or an unknown pointer", usable ? attributes.device : -1);
+}
+
+void check_alignment(const TensorView& view, const char* name) {
+  const std::size_t size = size_bytes(view.dtype);
+  WB_CHECK(reinterpret_cast<std::uintptr_t>(view.data) % size == 0, "{} must be aligned to its elements of {} bytes, got address {}", name, size, fmt::ptr(view.data));
+}
+
+void count_only(RouterForwardParams p, std::int32_t* counts, LogitType type, const DeviceLimits& limits, bool use_warp, cudaStream_t stream) {
+  p.ids = nullptr, p.weights = nullptr, p.rows.bias = nullptr, p.replay_ids = nullptr, p.forced = 0;
+  p.num_groups = p.num_kept = 1;
+  p.counts = counts, p.offsets = nullptr, p.aligned_offsets = nullptr, p.status = nullptr;
+  if (use_warp) {
+    type == LogitType::kF32 ? launch_router_forward_warp_f32(p, limits, stream)
+                            : (type == LogitType::kBF16 ? launch_router_forward_warp_bf16(p, limits, stream) : launch_router_forward_warp_f16(p, limits, stream));
+  } else {
+    launch_router_forward_block(type, p, limits, stream);
+  }
+}
+
+}  // namespace
+
+std::string refuse_router(const RouterConfig& config, const RouterInputs& inputs) {
+  if (inputs.logits.device.type != DeviceType::kCuda) return "takes CUDA memory, got " + to_string(inputs.logits.device);
+  if (config.E > router_tuning::kMaxExperts) return fmt::format("takes up to {} experts, got E = {}", router_tuning::kMaxExperts, config.E);
+  const DeviceLimits& limits = device_limits(inputs.logits.device.index);
+  if (limits.compute_major < 8) return fmt::format("needs compute capability 8.0, cuda:{} has {}.x", limits.device, limits.compute_major);
+  return {};
+}
+
+std::string refuse_router_forward(const ForwardCall& call, bool portable) {
+  std::string reason = refuse_router(call.config, call.inputs);
+  if (reason.empty() && !portable && !call.inputs.replay_ids && call.config.forced_balance == ForcedBalance::kOff) reason = refuse_warp(call.config, call.inputs);
+  return reason;
+}
+
+void router_forward(const ForwardCall& call, bool portable) {
+  const int device = call.inputs.logits.device.index;
+  const DeviceLimits& limits = device_limits(device);
+  const auto stream = static_cast<cudaStream_t>(call.stream.native);
+  const DeviceGuard guard(device);
+  if (call.outputs.route.T > 0) {
+    check_alignment(call.inputs.logits, "logits");
+    check_device_pointer(call.inputs.logits.data, "logits", device);
+    check_device_pointer(call.outputs.route.ids, "ids", device);
+  }
+  const RouterOutputs& out = call.outputs;
+  RouterForwardParams p{};
+  p.rows = rows_of(call.config, call.inputs);
+  p.num_groups = static_cast<int>(call.config.num_groups), p.num_kept = static_cast<int>(call.config.num_kept_groups);
+  p.group_best = static_cast<int>(router_impl::keys_per_group_score(call.config));
+  p.ids = out.route.ids, p.id_bytes = static_cast<int>(size_bytes(out.route.id_dtype));
+  p.weights = out.route.weights;
+  p.replay_ids = call.inputs.replay_ids.data;
+  p.replay_bytes = call.inputs.replay_ids ? static_cast<int>(size_bytes(call.inputs.replay_ids.dtype)) : 0;
+  p.forced = call.config.forced_balance != ForcedBalance::kOff ? 1 : 0;
+  p.token_offset = call.inputs.token_offset;
+  p.counts = out.route.counts, p.offsets = out.offsets, p.aligned_offsets = out.aligned_offsets;
+  p.alignment = static_cast<int>(call.config.offset_alignment);
+  p.status = out.status;
+  Scratch::Fixed* scratch = scratch_of(device, stream).at();
+  const RouterCountScratch counting{scratch->counts, &scratch->forward_ticket};
+  if (p.counts != nullptr || p.offsets != nullptr || p.aligned_offsets != nullptr) p.scratch = counting;
+  const LogitType type = logit_type(call.inputs.logits.dtype);
+  if (p.forced != 0 || p.replay_ids != nullptr) {
+    launch_router_forced(type, p, limits, stream);
+  } else if (portable) {
+    launch_router_forward_block(type, p, limits, stream);
+  } else if (type == LogitType::kF32) {
+    launch_router_forward_warp_f32(p, limits, stream);
+  } else if (type == LogitType::kBF16) {
+    launch_router_forward_warp_bf16(p, limits, stream);
+  } else {
+    launch_router_forward_warp_f16(p, limits, stream);
+  }
+  check_launch("router_forward");
+  if (out.counts_unbiased != nullptr) {
+    p.scratch = counting;
+    RouterConfig plain = call.config;
+    plain.num_groups = plain.num_kept_groups = 1;
+    RouterInputs inputs = call.inputs;
+    inputs.expert_bias = {};
+    count_only(p, out.counts_unbiased, type, limits, !portable && refuse_warp(plain, inputs).empty(), stream);
+    check_launch("router_forward (unbiased counts)");
+  }
+}
+
+namespace {
+
+// Factors and scratch of a losses or backward call; queues the counting that it needs.
+RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
+                                const RouterLossInputs& given, const DeviceLimits& limits, cudaStream_t stream) {
+  Scratch& scratch = scratch_of(limits.device, stream);
+  Scratch::Fixed* fixed = scratch.at();
+  RouterLossParams p{};
+  p.rows = rows_of(config, inputs);
+  p.ids = route.ids, p.id_bytes = static_cast<int>(size_bytes(route.id_dtype));
+  p.aux_coefficient = losses.aux_coefficient, p.sequence_coefficient = losses.sequence_coefficient, p.z_coefficient = losses.z_coefficient;
+  p.sequence_length = losses.sequence_coefficient != 0 ? losses.sequence_length : 0;
+  p.aux_counts = given.aux_counts;
+  p.aux_tokens = given.aux_tokens, p.loss_tokens = given.loss_tokens, p.num_sequences = given.num_sequences;
+  p.row_partials = fixed->partials, p.ticket = &fixed->loss_ticket;
+  if (p.rows.T == 0) p.sequence_length = 0, p.sequence_coefficient = 0;
+  const bool has_aux = losses.aux_coefficient != 0;
+  const bool counts_tokens = p.rows.padding != nullptr && ((has_aux && (given.aux_tokens == 0 || given.loss_tokens == 0)) || (losses.z_coefficient != 0 && given.loss_tokens == 0));
+  const bool counts_aux = has_aux && given.aux_counts == nullptr;
+  if (p.sequence_length > 0) {
+    const std::int64_t B = p.rows.T / p.sequence_length;
+    const std::size_t bytes = static_cast<std::size_t>(B * (config.E + 1)) * sizeof(std::int32_t);
+    if (scratch.sequences.bytes() < bytes) scratch.sequences = DeviceBuffer(bytes, limits.device);
+    p.sequence_counts = scratch.sequences.as<std::int32_t>();
+    p.sequence_valid = p.sequence_counts + B * config.E;
+    WB_TRY_CUDA(cudaMemsetAsync(p.sequence_counts, 0, bytes, stream));
+  }
+  if (counts_aux) {
+    WB_TRY_CUDA(cudaMemsetAsync(fixed->aux_counts, 0, static_cast<std::size_t>(config.E) * sizeof(std::int32_t), stream));
+    p.aux_counts = fixed->aux_counts;
+  }
+  if (counts_tokens) {
+    WB_TRY_CUDA(cudaMemsetAsync(&fixed->valid_tokens, 0, sizeof(std::int32_t), stream));
+    p.valid_tokens = &fixed->valid_tokens;
+  }
+  if (counts_aux || counts_tokens || p.sequence_length > 0) {
+    launch_router_loss_prepare(p, counts_aux ? fixed->aux_counts : nullptr, limits, stream);
+    check_launch("router_loss_prepare");
+  }
+  return p;
+}
+
+}  // namespace
+
+void router_losses_device(const LossesCall& call, double* out) {
+  const int device = call.inputs.logits.device.index;
+  const DeviceLimits& limits = device_limits(device);
+  const auto stream = static_cast<cudaStream_t>(call.stream.native);
+  const DeviceGuard guard(device);
+  RouterLossParams p = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
+  p.out = out;
+  launch_router_losses(logit_type(call.inputs.logits.dtype), p, limits, stream);
+  check_launch("router_losses");
+}
+
+RouterLosses router_losses(const LossesCall& call) {
+  const auto stream = static_cast<cudaStream_t>(call.stream.native);
+  double* out = scratch_of(call.inputs.logits.device.index, stream).at()->losses;
+  router_losses_device(call, out);
+  RouterLosses values;
+  double host[3];
+  WB_TRY_CUDA(cudaMemcpyAsync(host, out, sizeof(host), cudaMemcpyDeviceToHost, stream));
+  WB_TRY_CUDA(cudaStreamSynchronize(stream));
+  values.aux = host[0], values.sequence = host[1], values.z = host[2];
+  return values;
+}
+
+void router_backward(const BackwardCall& call) {
+  const int device = call.inputs.logits.device.index;
+  const DeviceLimits& limits = device_limits(device);
+  const auto stream = static_cast<cudaStream_t>(call.stream.native);
+  if (call.route.T == 0) return;
+  const DeviceGuard guard(device);
+  check_device_pointer(call.d_logits.data, "d_logits", device);
+  RouterBackwardParams p{};
+  p.loss = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
+  p.weights = call.route.weights, p.d_weights = call.d_weights, p.loss_scale = call.loss_scale;
+  p.d_logits = static_cast<float*>(call.d_logits.data), p.d_stride = call.d_logits.stride[0];
+  launch_router_backward(logit_type(call.inputs.logits.dtype), p, limits, stream);
+  check_launch("router_backward");
+}
+
+}  // namespace waybill::cuda
