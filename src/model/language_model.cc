@@ -80,20 +80,26 @@ struct LanguageModel::Impl {
   // Hidden state before the final norm, in x_out; nothing is kept. Collective.
   void forward_only(const TokenBatch& batch) {
     LayerSaved& s = unsaved;
+    evaluation_overflow.clear();
     embed(batch, s.x);
     x_out.resize(DType::kF32, {batch.T(), config.H});
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       attend(i, batch, s);
       feed_forward[i].forward(s.x_mid, x_out, s.feed_forward, feed_forward_scratch, moe_options(batch, false), nullptr);
-      if (feed_forward[i].is_moe()) check_no_overflow(static_cast<int>(i), s.feed_forward.moe);
+      const MoeStep& step = s.feed_forward.moe;
+      if (feed_forward[i].is_moe() && !step.valid && evaluation_overflow.empty()) evaluation_overflow = fmt::format("layer {}: {}", i, describe(step.status));
       std::swap(s.x, x_out);
     }
     std::swap(s.x, x_out);
   }
-  // Evaluation has no step to skip: a result that overflowed a budget is an error, on every rank of the group.
-  static void check_no_overflow(int layer, const MoeStep& step) {
-    if (!step.valid)
-      WB_FAIL(ErrorCode::kOverflow, "layer {}: a receive budget overflowed in evaluation ({}); raise receive_factor", layer, describe(step.status));
+  // Evaluation has no step to skip: a result that overflowed a budget on any rank is an error on every rank. Sums `value` on the way.
+  double sum_or_refuse(double value) {
+    double sums[2] = {value, evaluation_overflow.empty() ? 0.0 : 1.0};
+    groups.world().all_reduce(std::span<double>(sums), ReduceOp::kSum, "evaluation");
+    if (sums[1] != 0)
+      WB_FAIL(ErrorCode::kOverflow, "evaluation: a receive budget overflowed on {} ranks; raise receive_factor. This rank: {}", sums[1],
+              evaluation_overflow.empty() ? "ok" : evaluation_overflow);
+    return sums[0];
   }
 
   void forward(const TokenBatch& batch, const model::StepPlan& plan, std::size_t micro_batch, model::StatsCollector& stats) {
@@ -154,6 +160,7 @@ struct LanguageModel::Impl {
   Tensor x_out, final_normed, d;  // [T, H]
   std::vector<float> final_rstd;  // [T]
   PhaseTimes times;
+  std::string evaluation_overflow;  // the first layer that overflowed in the last forward_only; empty = none
 };
 
 LanguageModel::LanguageModel(const ModelConfig& config, Fabric& world, std::uint64_t seed, ThreadPool* pool)
@@ -195,8 +202,7 @@ double LanguageModel::evaluate(const TensorView& tokens) {
   const TokenBatch batch = model::split_tokens(tokens, m.config.seq_len);
   m.forward_only(batch);
   m.norm_out(m.x_out);
-  double loss = cross_entropy_forward(m.final_normed, m.value(m.list.head), batch.targets.data(), m.stream).loss;
-  m.groups.world().all_reduce(std::span(&loss, 1), ReduceOp::kSum, "evaluation");
+  const double loss = m.sum_or_refuse(cross_entropy_forward(m.final_normed, m.value(m.list.head), batch.targets.data(), m.stream).loss);
   return plan.valid_tokens > 0 ? loss / static_cast<double>(plan.valid_tokens) : 0.0;
 }
 
@@ -211,6 +217,7 @@ void LanguageModel::logits(std::span<const std::int32_t> tokens, const TensorVie
   batch.inputs.assign(tokens.begin(), tokens.end());
   for (const std::int32_t token : tokens) WB_CHECK(token >= 0 && token < m.config.vocab, "logits: token {} is outside [0, {})", token, m.config.vocab);
   m.forward_only(batch);
+  m.sum_or_refuse(0);
   m.norm_out(m.x_out);
   gemm({.a = m.final_normed, .b = m.value(m.list.head), .c = out, .transpose_b = true}, m.stream);
 }
