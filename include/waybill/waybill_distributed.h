@@ -145,10 +145,31 @@ WB_API wb_status wb_moe_step_get_info(const wb_moe_step* step, wb_moe_step_info*
 
 /* ---- training -------------------------------------------------------------------------------------------------------- */
 
-/* One line of metrics.jsonl as text; the run ends early, with a checkpoint, when it returns nonzero. */
-typedef int32_t (*wb_train_callback)(const char* json_line, void* user);
-/* Trains what the TOML file says; overrides are "section.key=value". Ranks are threads of this process. */
-WB_API wb_status wb_train(const char* config_path, const char* const* overrides, int32_t num_overrides, wb_train_callback callback, void* user) WB_NOEXCEPT;
+enum wb_train_event { WB_TRAIN_STEP = 0, WB_TRAIN_EVAL = 1 };
+typedef struct wb_train_progress {
+  uint64_t struct_size;
+  int32_t event;
+  int32_t valid; /* 0: this step's update was skipped */
+  int64_t step;
+  double loss; /* nats per token: of the step, or held-out for WB_TRAIN_EVAL */
+  double grad_norm, learning_rate, step_ms, tokens_per_s; /* WB_TRAIN_STEP only */
+  int64_t tokens; /* so far */
+} wb_train_progress;
+/* Called in order from rank 0's thread; valid during the call. Nonzero: the step in work is finished, a checkpoint saved, and the run ends. */
+typedef int32_t (*wb_train_callback)(const wb_train_progress* progress, void* user);
+
+typedef struct wb_train_result {
+  uint64_t struct_size;
+  int64_t step;
+  double train_loss, held_out_loss, unigram_entropy, bigram_entropy; /* nats per token */
+  double seconds;
+  int32_t stopped; /* 1: by the callback; there is no held-out loss then */
+  int32_t reserved;
+} wb_train_result;
+/* Trains what the TOML file says; overrides are "section.key=value". Ranks are threads of this process. run_folder must be new or empty,
+ * or hold the run to go on with when `resume` is 1. callback and result may be null. */
+WB_API wb_status wb_train(const char* config_path, const char* const* overrides, int32_t num_overrides, const char* run_folder, int32_t resume,
+                          wb_train_callback callback, void* user, wb_train_result* result) WB_NOEXCEPT;
 
 #ifdef __cplusplus
 }

@@ -7,6 +7,7 @@
 #define AT(type, field, bytes) _Static_assert(offsetof(type, field) == (bytes), "offset of " #type "." #field)
 
 SIZE(wb_tensor, 88);
+SIZE(wb_tensor, 88);
 AT(wb_tensor, dtype, 8);
 AT(wb_tensor, shape, 16);
 AT(wb_tensor, stride, 48);
@@ -63,3 +64,9 @@ SIZE(wb_moe_step_info, 232);
 AT(wb_moe_step_info, route, 24);
 AT(wb_moe_step_info, aux, 120);
 AT(wb_moe_step_info, status, 160);
+SIZE(wb_train_progress, 72);
+AT(wb_train_progress, step, 16);
+AT(wb_train_progress, tokens, 64);
+SIZE(wb_train_result, 64);
+AT(wb_train_result, train_loss, 16);
+AT(wb_train_result, stopped, 56);
