@@ -2,6 +2,7 @@
 // The same global batch gives the same loss and gradients however it is spread over ranks and micro-batches.
 #include <gmock/gmock.h>
 
+#include "model/batch.h"
 #include "model_test_util.h"
 
 namespace waybill {
@@ -147,12 +148,12 @@ TEST(ModelLayout, ARankWithoutSequencesTakesPart) {
 
 TEST(ModelLayout, LayersMayDifferInExpertsTopKAndRanks) {
   ModelConfig mixed = full_model(1);
-  mixed.layers.push_back(moe_layer(6, 3, 8));
+  mixed.layers.push_back(moe_layer(10, 3, 8));
   mixed.layers[3].moe.router.forced_balance = ForcedBalance::kRoundRobin;  // by global row: the same at any P
   const Outcome one = run(mixed, 1, 1, 8);
   mixed.layers[1].P = 4;  // 8 experts, top 2
   mixed.layers[2].P = 1;  // 4 experts, all on every rank
-  mixed.layers[3].P = 2;  // 6 experts, top 3, two expert-parallel groups
+  mixed.layers[3].P = 2;  // 10 experts, top 3, two expert-parallel groups
   const Outcome four = run(mixed, 4, 1, 8);
   expect_equal_outcome(four, one);
   EXPECT_EQ(four.stats.layers[0].rank_slots.size(), 4u);
@@ -232,6 +233,25 @@ TEST(ModelLayout, F27_ModelNormCountsEachExpertOnce) {
     });
     for (const double norm : norms) EXPECT_EQ(norm, std::sqrt(16.0 + 204.0 - 36.0)) << "P = " << P;
   }
+}
+
+TEST(ModelLayout, APositionNeedsItsTokenAndTheNextToBeValid) {
+  const ModelConfig c = tiny_model({dense_layer(8)});
+  Tensor tokens = random_tokens(c, 0, 2);
+  auto* t = tokens.as<std::int32_t>();
+  t[4] = -1;      // sequence 0: positions 3 and 4 are invalid
+  t[9 + 8] = -1;  // sequence 1: the last position has no target
+  const model::TokenBatch batch = model::split_tokens(tokens, c.seq_len);
+  const std::vector<std::uint8_t> padding{0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  EXPECT_EQ(batch.padding, padding);
+  for (std::size_t i = 0; i < 16; ++i) {
+    const std::size_t at = i + i / 8;
+    EXPECT_EQ(batch.inputs[i], t[at]);
+    EXPECT_EQ(batch.targets[i], padding[i] != 0 ? -1 : t[at + 1]);
+  }
+  const std::unique_ptr<Fabric> world = make_single_fabric();
+  const TensorView view = tokens.view();
+  EXPECT_EQ(model::plan_step(std::span(&view, 1), c.seq_len, c.vocab, *world).valid_tokens, 13);
 }
 
 TEST(ModelLayout, BadTokensAreRefusedOnEveryRankWithTheSameMessage) {
