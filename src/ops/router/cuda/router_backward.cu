@@ -137,7 +137,7 @@ struct RowReader {
 };
 
 template <class T, int kVectors>
-inline constexpr int kDenseBlocks = kVectors == 18 ? 2 : (kVectors == 2 ? 5 : 3);
+inline constexpr int kDenseBlocks = kVectors == 18 ? 2 : (kVectors == 2 ? 4 : 3);
 
 template <class T, int kVectors, bool kSoftmax>
 __global__ void __launch_bounds__(kThreads, kDenseBlocks<T, kVectors>) router_backward_dense(const __grid_constant__ RouterBackwardParams p) {

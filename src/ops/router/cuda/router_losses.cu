@@ -13,7 +13,8 @@ namespace waybill::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBatch = 6;  // vectors of 128 experts in flight
+constexpr int kBatch = 6;   // vectors of 128 experts in flight
+constexpr int kBlocks = 3;  // CTAs an SM: what the registers of a batch allow
 
 struct OnlineSums {
   float max = -kInfinity, exp_sum = 0.0f, exp_dot = 0.0f, score_sum = 0.0f, score_dot = 0.0f;
@@ -82,7 +83,7 @@ __device__ __forceinline__ OnlineSums scan_losses(const RouterRows& rows, const 
 }
 
 template <class T, bool kSoftmax>
-__global__ void __launch_bounds__(kThreads, 4) router_losses(const __grid_constant__ RouterLossParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocks) router_losses(const __grid_constant__ RouterLossParams p) {
   extern __shared__ __align__(16) float a_smem[];  // [E]
   __shared__ double partial[kThreads / 32][3];
   __shared__ std::uint32_t is_last;
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) router_loss_prepare(const __grid_con
 template <class T>
 void launch(const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   const std::size_t smem = static_cast<std::size_t>(p.rows.E) * sizeof(float);
-  const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>((p.rows.T + kThreads / 32 - 1) / (kThreads / 32), 1, static_cast<std::int64_t>(limits.num_sms) * 4));
+  const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>((p.rows.T + kThreads / 32 - 1) / (kThreads / 32), 1, static_cast<std::int64_t>(limits.num_sms) * kBlocks));
   if (p.rows.score == kScoreSoftmax || p.rows.score == kScoreSoftmaxSelected) {
     router_losses<T, true><<<grid, kThreads, smem, stream>>>(p);
   } else {

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Router backward and losses on the GPU against the CPU reference (double): random upstream gradients, every score, losses on and off.
+#include "cuda/router_harness.h"
+
+namespace waybill::cuda {
+namespace {
+
+struct LossProblem {
+  RouterLossConfig losses;
+  RouterLossInputs inputs;
+  bool give_counts = false;
+};
+
+// Gradients agree to fp32 rounding: relative to the largest entry of the row plus the entry itself.
+void check_backward(const RouterProblem& p, const LossProblem& l, const std::string& what) {
+  RouterProblem copy = p;
+  const RouterResult forward = run_reference(p);
+  std::vector<std::byte> stored = stored_logits(p);
+  const RouterInputs in = inputs_of(p, stored.data(), copy.bias.data(), copy.mask.data(), copy.padding.data(), copy.replay.data(), Device{});
+  std::vector<std::int32_t> ids = forward.ids;
+  std::vector<float> weights = forward.weights;
+  RouteView route;
+  route.T = p.T, route.K = p.config.K, route.E = p.config.E, route.id_dtype = DType::kI32, route.ids = ids.data(), route.weights = weights.data();
+  std::mt19937 random(77);
+  std::normal_distribution<float> normal;
+  std::vector<float> g(ids.size());
+  for (float& v : g) v = normal(random);
+  RouterLossInputs loss_inputs = l.inputs;
+  std::vector<std::int32_t> counts = forward.counts;
+  if (l.give_counts) loss_inputs.aux_counts = counts.data();
+  const std::size_t elements = static_cast<std::size_t>(p.T * p.config.E);
+  std::vector<float> expected(elements);
+  const TensorView d_expected(expected.data(), DType::kF32, {p.T, p.config.E});
+  router_impl::backward_ref(router_impl::BackwardCall{p.config, l.losses, in, route, g.data(), loss_inputs, 3.0f, d_expected, Stream{}});
+  const RouterLosses loss_expected = router_impl::losses_ref(router_impl::LossesCall{p.config, l.losses, in, route, loss_inputs, Stream{}});
+
+  const GpuRouter gpu(p, DType::kI32);
+  RouterOutputs out = gpu.outputs();
+  const DeviceBuffer d_logits(elements * 4 + 4), d_weights(g.size() * 4 + 4), d_counts(counts.size() * 4), d_ids(ids.size() * 4 + 4), d_w(ids.size() * 4 + 4), d_loss(24);
+  d_weights.upload(g.data(), g.size() * 4), d_counts.upload(counts.data(), counts.size() * 4);
+  d_ids.upload(ids.data(), ids.size() * 4), d_w.upload(weights.data(), weights.size() * 4);
+  WB_TRY_CUDA(cudaDeviceSynchronize());
+  RouteView device_route = out.route;
+  device_route.ids = d_ids.data(), device_route.weights = d_w.as<float>();
+  if (l.give_counts) loss_inputs.aux_counts = d_counts.as<std::int32_t>();
+  const TensorView d_view(d_logits.data(), DType::kF32, {p.T, p.config.E}, d_logits.device());
+  const RouterInputs gpu_in = gpu.inputs();
+  const auto launch = [&] {
+    router_backward(router_impl::BackwardCall{p.config, l.losses, gpu_in, device_route, d_weights.as<float>(), loss_inputs, 3.0f, d_view, gpu.stream()});
+    router_losses_device(router_impl::LossesCall{p.config, l.losses, gpu_in, device_route, loss_inputs, gpu.stream()}, d_loss.as<double>());
+  };
+  std::vector<float> got(elements), again(elements);
+  double loss_got[3] = {}, loss_again[3] = {};
+  d_logits.fill(0xcd, gpu.cuda_stream()), d_loss.fill(0xcd, gpu.cuda_stream());
+  launch();
+  d_logits.download(got.data(), elements * 4, gpu.cuda_stream());
+  d_loss.download(loss_got, 24, gpu.cuda_stream());
+  gpu.cuda_stream().synchronize();
+  d_logits.fill(0xcd, gpu.cuda_stream());
+  const GraphExec graph = GraphExec::capture(gpu.cuda_stream(), [&](cudaStream_t) { launch(); });
+  graph.launch(gpu.cuda_stream());
+  d_logits.download(again.data(), elements * 4, gpu.cuda_stream());
+  d_loss.download(loss_again, 24, gpu.cuda_stream());
+  gpu.cuda_stream().synchronize();
+  ASSERT_EQ(0, std::memcmp(got.data(), again.data(), elements * 4)) << what << ": captured differs from eager";
+  ASSERT_EQ(0, std::memcmp(loss_got, loss_again, 24)) << what << ": losses differ between runs";
+  const auto E = static_cast<std::size_t>(p.config.E);
+  for (std::int64_t t = 0; t < p.T; ++t) {
+    double largest = 0;
+    for (std::size_t e = 0; e < E; ++e) largest = std::max(largest, std::abs(static_cast<double>(expected[static_cast<std::size_t>(t) * E + e])));
+    for (std::size_t e = 0; e < E; ++e) {
+      const std::size_t i = static_cast<std::size_t>(t) * E + e;
+      ASSERT_TRUE(std::isfinite(got[i])) << what << " row " << t << " expert " << e;
+      ASSERT_NEAR(got[i], expected[i], 4e-6 * largest + 1e-6 * std::abs(static_cast<double>(expected[i])) + 1e-30) << what << " row " << t << " expert " << e;
+    }
+  }
+  const double wanted[3] = {loss_expected.aux, loss_expected.sequence, loss_expected.z};
+  for (int i = 0; i < 3; ++i) ASSERT_NEAR(loss_got[i], wanted[i], 3e-6 * std::abs(wanted[i]) + 1e-12) << what << " loss " << i;
+}
+
+constexpr ScoreFunction kScores[] = {ScoreFunction::kSoftmax, ScoreFunction::kSoftmaxSelected, ScoreFunction::kSigmoid, ScoreFunction::kSqrtSoftplus};
+
+TEST(RouterBackwardCuda, EveryScoreShapeAndLossMatchesTheReference) {
+  WB_NEEDS_GPU();
+  unsigned turn = 0;
+  for (const std::int64_t E : {4, 31, 60, 128, 256, 512, 1025, 2304, 8192}) {
+    for (const std::int64_t K : {1, 4, 10, 36, 70}) {
+      if (K > E) continue;
+      for (const char* kind : {"normal", "special", "deep", "wide", "saturated"}) {
+        for (const ScoreFunction score : kScores) {
+          ++turn;
+          RouterProblem p;
+          p.T = E > 2000 ? 8 : 24;
+          p.config.E = E, p.config.K = K, p.config.score = score, p.config.renormalise = turn % 3 != 0, p.config.scaling_factor = 1.5f;
+          p.dtype = turn % 4 == 0 ? DType::kBF16 : (turn % 13 == 0 ? DType::kF16 : DType::kF32);
+          fill_logits(p, kind, turn);
+          std::mt19937 random(turn);
+          if (turn % 4 == 1) {
+            for (std::int64_t t = 0; t < p.T; ++t) p.padding.push_back(random() % 4 == 0);
+          }
+          if (turn % 7 == 1) {
+            for (std::int64_t e = 0; e < E; ++e) p.mask.push_back(random() % 4 == 0);
+          }
+          LossProblem l;
+          if (turn % 2 == 0) l.losses.aux_coefficient = 0.5f;
+          if (turn % 3 == 0) l.losses.z_coefficient = 0.25f;
+          if (turn % 5 == 0) l.losses.sequence_coefficient = 0.75f, l.losses.sequence_length = p.T / 4;
+          l.give_counts = turn % 4 == 2;
+          if (turn % 8 == 0) l.inputs.aux_tokens = 100, l.inputs.loss_tokens = 50;
+          check_backward(p, l, fmt::format("E {} K {} {} score {} {} turn {}", E, K, kind, static_cast<int>(score), to_string(p.dtype), turn));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(RouterBackwardCuda, ParityEpsilonGradients) {
+  WB_NEEDS_GPU();
+  for (const char* kind : {"normal", "deep"}) {
+    for (const ScoreFunction score : {ScoreFunction::kSigmoid, ScoreFunction::kSqrtSoftplus}) {
+      RouterProblem p;
+      p.T = 16;
+      p.config.E = 64, p.config.K = 8, p.config.score = score, p.config.normalise_epsilon = 1e-20f;
+      fill_logits(p, kind, 4);
+      check_backward(p, LossProblem{}, kind);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace waybill::cuda
