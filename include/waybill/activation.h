@@ -16,8 +16,8 @@ enum class Activation : std::uint8_t {
 
 struct ActivationConfig {
   Activation kind = Activation::kSwiGLU;
-  float limit = 7.0f;     // clamped SwiGLU
-  float alpha = 1.702f;   // clamped SwiGLU
+  float limit = 7.0f;    // clamped SwiGLU
+  float alpha = 1.702f;  // clamped SwiGLU
 };
 // Columns the first matmul must produce for width F: 2F for the gated kinds, F otherwise.
 WB_API std::int64_t activation_input_width(const ActivationConfig& config, std::int64_t F);

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Low-precision formats, bit-exact, on the host: FP8 E4M3/E5M2, E2M1 and E8M0 codecs, blocks with one scale each (MXFP8, FP8 1x128 and
+// 128x128, NVFP4) and the swizzled layout of scales.
+//
+// Blocks never cross a group: their rows start anew at each group's first row and the last one may be short, so that any group size is legal
+// and a group's codes do not depend on its neighbours. The largest magnitude of a block is taken in fp32. Row-wise and column-wise copies
+// both come from the high-precision source and use the same rule.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "waybill/stream.h"
+
+namespace waybill {
+
+// ---- Codecs. Round to nearest even, saturating: beyond the largest finite value (infinity included) comes that value. NaN stays NaN, in E2M1,
+// which has none, it becomes +6.
+enum class ElementFormat : std::uint8_t {
+  kE4M3 = 0,  // largest 448, smallest 2^-9, NaN 0x7f/0xff, no infinity
+  kE5M2 = 1,  // largest finite 57344, smallest 2^-16
+  kE2M1 = 2,  // 0 .5 1 1.5 2 3 4 6; code = 4 bits
+};
+WB_API std::uint8_t encode_element(ElementFormat format, float value);
+WB_API float decode_element(ElementFormat format, std::uint8_t code);
+// Unbiased: the upper neighbour with the probability of its nearness; random is uniform over 32 bits. Exact values stay.
+WB_API std::uint8_t encode_element_stochastic(ElementFormat format, float value, std::uint32_t random);
+WB_API float largest_value(ElementFormat format);
+
+// E8M0: 2^(byte - 127), 255 = NaN.
+enum class ScaleRule : std::uint8_t {
+  kRoundUp = 0,  // the smallest power of two with amax / scale <= largest element (RCEIL): never saturates. Default.
+  kFloor = 1,    // floor(log2 amax) - floor(log2 largest element), the text of the OCP specification: saturates the top of a block
+};
+WB_API std::uint8_t encode_e8m0(float amax, ElementFormat format, ScaleRule rule);  // NaN -> 255, infinity -> 254, 0 -> 0
+WB_API float decode_e8m0(std::uint8_t byte);
+
+// ---- Blocks.
+enum class ScaleFormat : std::uint8_t {
+  kE8M0 = 0,        // MX
+  kPowerOfTwo = 1,  // the same scale as fp32
+  kF32 = 2,         // amax / largest element; 1 for a block of zeros
+  kE4M3 = 3,        // NVFP4: two levels, a block's E4M3 scale under an fp32 scale of the group
+};
+
+struct QuantConfig {
+  ElementFormat element = ElementFormat::kE4M3;
+  ScaleFormat scale = ScaleFormat::kE8M0;
+  ScaleRule rule = ScaleRule::kRoundUp;  // kE8M0 and kPowerOfTwo
+  std::int64_t block_rows = 1, block_columns = 32;
+  bool stochastic = false;  // element rounding by counter: the draw depends on (seed, row, column) only
+  std::uint64_t seed = 0;
+};
+WB_API QuantConfig mxfp8_rows(ElementFormat element = ElementFormat::kE4M3, ScaleRule rule = ScaleRule::kRoundUp);     // 1 x 32
+WB_API QuantConfig mxfp8_columns(ElementFormat element = ElementFormat::kE4M3, ScaleRule rule = ScaleRule::kRoundUp);  // 32 x 1
+WB_API QuantConfig fp8_rows(ScaleFormat scale = ScaleFormat::kPowerOfTwo);                                             // 1 x 128, E4M3
+WB_API QuantConfig fp8_tiles(ScaleFormat scale = ScaleFormat::kPowerOfTwo);                                            // 128 x 128, E4M3: weights
+WB_API QuantConfig nvfp4_rows();                                                                                       // 1 x 16, E2M1 under E4M3
+WB_API void validate(const QuantConfig& config);
+
+// Refuses a width that the format's blocks do not fit: MX and NVFP4 blocks must be whole along the columns. `dimension` is the caller's name
+// for it ("F"); the message names dimension, value and multiple. The FP8 formats with 128-wide blocks take any width (the last is short).
+WB_API void check_block_fit(const QuantConfig& config, const char* dimension, std::int64_t value);
+
+// Scale rows of the groups before g, [L + 1]: the sum of ceil(rows / block_rows). offsets [L + 1] int32.
+WB_API std::vector<std::int64_t> block_row_offsets(const TensorView& offsets, std::int64_t block_rows);
+
+// x [S, C] fp32 or bf16 -> codes and scales. Rows past offsets[L] are neither read nor written.
+//   offsets  [L + 1] int32, or null: all rows are one group. Weights [L, N, C] go in as [L * N, C] with offsets g * N.
+//   codes    [S, C] f8e4m3, f8e5m2 or u8; E2M1: [S, C / 2] u8, the even column in the low half
+//   scales   [block_row_offsets[L], ceil(C / block_columns)]: u8 (kE8M0), f32 (kPowerOfTwo, kF32), f8e4m3 or u8 (kE4M3)
+//   group_scales [L] f32, written for kE4M3 only: S_g = 448 * 6 / (largest magnitude of the group); 1 for zeros
+// A block that holds a NaN gets a NaN scale and NaN codes. CPU, finished on return, bit-equal for any number of threads.
+struct QuantizedView {
+  TensorView codes, scales, group_scales;
+};
+WB_API void quantize(const QuantConfig& config, const TensorView& x, const TensorView& offsets, const QuantizedView& out, Stream stream = {});
+
+// y [S, C] fp32 or bf16 = element * scale (NVFP4: element * scale / S_g). The product is formed in fp32; in bf16 it is exact for E4M3 under
+// scales 2^-124 .. 2^119.
+WB_API void dequantize(const QuantConfig& config, const QuantizedView& q, const TensorView& offsets, const TensorView& y, Stream stream = {});
+
+// ---- Swizzled scales (u8): tiles of 128 rows x 4 columns = 512 bytes, row-major over tiles; each group starts its own tile. In a tile:
+// offset = (r % 32) * 16 + (r / 32 % 4) * 4 + c % 4. Padding is written as zeros and never read back.
+struct SwizzledLayout {
+  std::int64_t columns = 0, padded_columns = 0;                                     // real and padded; the real shape is carried, never inferred
+  std::vector<std::int64_t> rows, padded_rows;                                      // [L]
+  std::vector<std::int64_t> byte_offsets;                                           // [L + 1]
+  std::int64_t index(std::int64_t g, std::int64_t row, std::int64_t column) const;  // byte of a real scale; row counts inside the group
+};
+// offsets: rows of `scales` per group ([L + 1] int32).
+WB_API SwizzledLayout swizzled_layout(const TensorView& offsets, std::int64_t columns);
+WB_API void swizzle_scales(const SwizzledLayout& layout, const TensorView& scales, std::uint8_t* out);  // scales [S, columns] u8
+WB_API void unswizzle_scales(const SwizzledLayout& layout, const std::uint8_t* in, const TensorView& scales);
+
+}  // namespace waybill
