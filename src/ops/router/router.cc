@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "core/implementation.h"
+#include "ops/router/device_backend.h"
 #include "ops/router/router_impl.h"
 #include "waybill/log.h"
 
@@ -79,19 +80,47 @@ void check_losses(const RouterLossConfig& losses, const RouterLossInputs& given,
            given.num_sequences);
 }
 
-std::string refuse_device(const Device& device) { return device.type == DeviceType::kCpu ? std::string() : "takes host memory, got " + to_string(device); }
+template <class Call>
+std::string refuse_host(const Call& call) {
+  const Device device = call.inputs.logits.device;
+  return device.type == DeviceType::kCpu ? std::string() : "takes host memory, got " + to_string(device);
+}
+template <class Call>
+std::string refuse_device(const Call& call) {
+  const Device device = call.inputs.logits.device;
+  if (device.type != DeviceType::kCuda) return "takes CUDA memory, got " + to_string(device);
+  return g_device_backend != nullptr ? std::string() : "no CUDA backend is linked";
+}
+template <bool kPortable>
+std::string refuse_device_forward(const ForwardCall& call) {
+  std::string reason = refuse_device(call);
+  return reason.empty() ? g_device_backend->refuse_forward(call, kPortable) : reason;
+}
+template <bool kPortable>
+void forward_device(const ForwardCall& call) {
+  g_device_backend->forward(call, kPortable);
+}
+RouterLosses losses_device(const LossesCall& call) { return g_device_backend->losses(call); }
+void backward_device(const BackwardCall& call) { g_device_backend->backward(call); }
 
+// Losses and backward have one CUDA implementation; it stands under both names, so that WB_FORCE=router:<name> pins all three.
 constexpr Implementation<ForwardCall> kForward[] = {
-    {"fast", [](const ForwardCall& call) { return refuse_device(call.inputs.logits.device); }, forward_fast},
-    {"ref", [](const ForwardCall& call) { return refuse_device(call.inputs.logits.device); }, forward_ref},
+    {"cuda", refuse_device_forward<false>, forward_device<false>},
+    {"cuda_portable", refuse_device_forward<true>, forward_device<true>},
+    {"fast", refuse_host<ForwardCall>, forward_fast},
+    {"ref", refuse_host<ForwardCall>, forward_ref},
 };
 constexpr Implementation<LossesCall, RouterLosses> kLosses[] = {
-    {"fast", [](const LossesCall& call) { return refuse_device(call.inputs.logits.device); }, losses_fast},
-    {"ref", [](const LossesCall& call) { return refuse_device(call.inputs.logits.device); }, losses_ref},
+    {"cuda", refuse_device<LossesCall>, losses_device},
+    {"cuda_portable", refuse_device<LossesCall>, losses_device},
+    {"fast", refuse_host<LossesCall>, losses_fast},
+    {"ref", refuse_host<LossesCall>, losses_ref},
 };
 constexpr Implementation<BackwardCall> kBackward[] = {
-    {"fast", [](const BackwardCall& call) { return refuse_device(call.inputs.logits.device); }, backward_fast},
-    {"ref", [](const BackwardCall& call) { return refuse_device(call.inputs.logits.device); }, backward_ref},
+    {"cuda", refuse_device<BackwardCall>, backward_device},
+    {"cuda_portable", refuse_device<BackwardCall>, backward_device},
+    {"fast", refuse_host<BackwardCall>, backward_fast},
+    {"ref", refuse_host<BackwardCall>, backward_ref},
 };
 
 }  // namespace
@@ -134,6 +163,8 @@ void router_backward(const RouterConfig& config, const RouterLossConfig& losses,
 }
 
 namespace router_impl {
+
+const DeviceBackend* g_device_backend = nullptr;
 
 std::int64_t count_valid_tokens(const RouterInputs& inputs, std::int64_t begin, std::int64_t end) {
   std::int64_t valid = 0;

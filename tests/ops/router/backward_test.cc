@@ -361,5 +361,36 @@ TEST(RouterBackward, BadArgumentsAreRefusedBeforeAnythingIsWritten) {
   expect_refused(other_k, {}, stored.inputs, d_logits);
 }
 
+TEST(RouterImplementations, NobodyTakesADeviceTensorWithoutABackendAndEveryRefusalIsListed) {
+  RouterConfig config;
+  config.E = 4;
+  config.K = 2;
+  float x[8] = {};
+  std::int16_t ids[4] = {};
+  float weights[4] = {};
+  RouterInputs inputs;
+  inputs.logits = TensorView(x, DType::kF32, {2, 4}, Device{DeviceType::kCuda, 0});
+  RouteView route{2, 2, 4, DType::kI16, ids, weights, nullptr, Device{DeviceType::kCuda, 0}};
+  try {
+    router_forward(config, inputs, {route});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_STREQ(error.what(),
+                 "no implementation of router accepts this call (cuda: no CUDA backend is linked; cuda_portable: no CUDA backend is linked; "
+                 "fast: takes host memory, got cuda:0; ref: takes host memory, got cuda:0)");
+  }
+}
+
+TEST(RouterImplementations, AForcedNameMustExistAndAccept) {
+  const RouterCase c(4, 2, ScoreFunction::kSoftmax, test::normal_logits(2, 4, 1));
+  {
+    const test::ForceRouter force("fastest");
+    EXPECT_THROW(test::forward(c), Error);
+  }
+  const test::ForceRouter force("cuda");
+  EXPECT_THROW(test::forward(c), Error);
+}
+
 }  // namespace
 }  // namespace waybill
