@@ -49,6 +49,10 @@ struct MoeConfig {
   // Compact routes that are not legal (see DenseMapReason) take the dense-map path, with a log line, or are refused.
   bool allow_dense_map = true;
   bool force_dense_map = false;  // take the dense-map path always: the older design, to compare with
+  // Capacity mode, the alternative to dropless: an expert takes at most ceil(capacity_factor * T * K / E) routes of a rank's T valid
+  // tokens, first choices first; the others are dropped (MoeStep::dropped_routes). Padding to it takes the dense-map path.
+  double capacity_factor = 0;  // 0 = dropless
+  bool pad_to_capacity = false;
 
   std::int64_t row_width() const { return latent > 0 ? latent : H; }
   std::int64_t local_F() const { return F / expert_tensor_parallel; }
@@ -111,6 +115,7 @@ struct MoeStep {
   std::int64_t slots = 0, rows = 0;       // received on this rank (no padding)
   // Captured mode: the largest demand of any rank of ep; a factor of max_slot_demand / (T_max * K * ETP) would have held it.
   std::int64_t max_slot_demand = 0, max_row_demand = 0;
+  std::int64_t dropped_routes = 0;                  // this rank's, capacity mode only; `route` and `counts` are the router's decision before the drop
   RouterLosses losses;                              // this rank's share; summed over ranks = the loss. 0 when not training
   double global_loss = 0;                           // this rank's share of the global aux loss
   StatusWord status;                                // of this forward

@@ -51,6 +51,12 @@ void check_exchange(const MoeConfig& c) {
   WB_CHECK(c.receive_factor == 0 || c.T_max >= 1, "receive_factor = {} is a multiple of T_max: set T_max, got {}", c.receive_factor, c.T_max);
 }
 
+void check_capacity(const MoeConfig& c) {
+  WB_CHECK(std::isfinite(c.capacity_factor) && c.capacity_factor >= 0, "capacity_factor = {} must be finite and not negative (0 = dropless)",
+           c.capacity_factor);
+  WB_CHECK(!c.pad_to_capacity || c.capacity_factor > 0, "pad_to_capacity needs capacity_factor > 0, got {}", c.capacity_factor);
+}
+
 }  // namespace
 
 void validate(const MoeConfig& config, int P) {
@@ -59,6 +65,7 @@ void validate(const MoeConfig& config, int P) {
   check_losses(config);
   check_activation(config);
   check_exchange(config);
+  check_capacity(config);
   RouterConfig router = config.router;
   router.E = config.E;
   router.K = config.K;

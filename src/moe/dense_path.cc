@@ -2,7 +2,10 @@
 #include "moe/dense_path.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
+
+#include "moe/capacity.h"
 
 namespace waybill::moe {
 namespace {
@@ -60,7 +63,7 @@ std::vector<std::int64_t> gather_offsets(Fabric& ep, std::int64_t T) {
 
 }  // namespace
 
-RowHandle DensePath::plan(const RouteView& route, PhaseTimes* times) {
+RowHandle DensePath::plan(const RouteView& route, std::int64_t pad_capacity, PhaseTimes* times) {
   const PhaseScope scope(times, Phase::kPlan);
   const std::int64_t T = route.T, E = placement_.E;
   RowHandle handle;
@@ -102,6 +105,10 @@ RowHandle DensePath::plan(const RouteView& route, PhaseTimes* times) {
   }
   handle.exchange.layout =
       make_receive_layout(ep_.size(), placement_.L(), std::move(row_offsets), std::move(row_slot_offsets), slot_expert.data(), slot_weight.data(), alignment_);
+  if (pad_capacity >= 0) {
+    ep_.all_reduce(std::span<std::int64_t>(&pad_capacity, 1), ReduceOp::kSum, "dense capacity");
+    pad_to_capacity(handle.exchange.layout, pad_capacity);
+  }
   return handle;
 }
 

@@ -14,7 +14,7 @@ class DensePath final : public RowPath {
  public:
   DensePath(const ExpertPlacement& placement, Fabric& ep, std::int64_t alignment) : placement_(placement), ep_(ep), alignment_(alignment) {}
 
-  RowHandle plan(const RouteView& route, PhaseTimes* times) override;
+  RowHandle plan(const RouteView& route, std::int64_t pad_capacity, PhaseTimes* times) override;
   void dispatch(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) override;
   void combine(const RowHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) override;
   void return_slot_values(const RowHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times) override;

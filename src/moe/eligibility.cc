@@ -39,6 +39,7 @@ std::uint32_t static_dense_reasons(const MoeConfig& config, const Fabric& ep) {
   constexpr std::array<std::string_view, 3> kCompactEngines{"single", "threads", "mpi"};
   std::uint32_t reasons = kDenseMapNone;
   if (config.force_dense_map) reasons |= kDenseMapForced;
+  if (config.pad_to_capacity) reasons |= kDenseMapPadToCapacity;
   if (config.K * config.expert_tensor_parallel > kMaxCompactK) reasons |= kDenseMapTopK;
   bool compact_engine = false;
   for (const std::string_view name : kCompactEngines) compact_engine |= name == ep.engine();

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "moe/capacity.h"
 #include "moe/etp.h"
 #include "moe/layer_impl.h"
 #include "moe/tensors.h"
@@ -40,6 +41,10 @@ std::vector<std::int32_t> narrow(const std::vector<std::int64_t>& totals, const 
     counts[e] = static_cast<std::int32_t>(total);
   }
   return counts;
+}
+
+std::int64_t valid_tokens(const MoeStep::Saved& saved) {
+  return saved.T - std::count_if(saved.padding_mask.begin(), saved.padding_mask.end(), [](std::uint8_t masked) { return masked != 0; });
 }
 
 // Sequences with at least one token that is not padding.
@@ -101,7 +106,7 @@ MoeStep::Saved& MoeLayer::Impl::prepare(MoeStep& step, const TensorView& x, cons
   step.valid = true;
   step.losses = {};
   step.global_loss = 0;
-  step.slots = step.rows = step.max_slot_demand = step.max_row_demand = 0;
+  step.slots = step.rows = step.max_slot_demand = step.max_row_demand = step.dropped_routes = 0;
   step.dense_map_reasons = kDenseMapNone;
   step.saved_bytes = 0;
   if (step.route.T() != T || step.route.K() != config.K || step.route.E() != config.E) step.route = Route(T, config.K, config.E);
@@ -151,8 +156,7 @@ void MoeLayer::Impl::reduce_counts(const Forward& f) {
   const std::int32_t* counts = f.step.route.view().counts;
   std::vector<std::int64_t> totals(counts, counts + E);
   if (unbiased) totals.insert(totals.end(), counts_unbiased.begin(), counts_unbiased.end());
-  const std::int64_t padding = std::count_if(f.saved.padding_mask.begin(), f.saved.padding_mask.end(), [](std::uint8_t masked) { return masked != 0; });
-  totals.push_back(f.saved.T - padding);
+  totals.push_back(valid_tokens(f.saved));
   totals.push_back(num_sequences(f.saved.padding_mask, f.saved.T, config.sequence_length));
   totals.push_back(f.options.replay != nullptr && moe::has_duplicate_ids(f.step.route) ? 1 : 0);
   world.all_reduce(totals, ReduceOp::kSum, "moe counts");
@@ -194,11 +198,18 @@ void MoeLayer::Impl::plan(const Forward& f) {
     if (f.options.training) ++dense_forwards;
   }
   const RouteView* route = &f.step.route.view();
+  std::int64_t pad_capacity = -1;  // 0 is a capacity: a rank without tokens takes part
+  if (config.capacity_factor > 0) {
+    const std::int64_t capacity = moe::expert_capacity(config.capacity_factor, valid_tokens(f.saved), config.K, config.E);
+    f.step.dropped_routes = moe::drop_over_capacity(*route, capacity, kept);
+    route = &kept.view();
+    if (config.pad_to_capacity) pad_capacity = capacity;
+  }
   if (config.expert_tensor_parallel > 1) {
     moe::expand_route(*route, config.expert_tensor_parallel, expanded);
     route = &expanded.view();
   }
-  f.saved.handle = path(f.step).plan(*route, f.times);
+  f.saved.handle = path(f.step).plan(*route, pad_capacity, f.times);
   f.step.valid = f.saved.handle.exchange.valid;
   f.step.max_slot_demand = f.saved.handle.exchange.max_slot_demand;
   f.step.max_row_demand = f.saved.handle.exchange.max_row_demand;

@@ -101,6 +101,7 @@ struct MoeLayer::Impl {
   moe::ExpertScratch expert_scratch;
   Tensor z, latent_in, logits, d_logits, d_latent_out, d_latent_in, dz, d_rows, d_slot_weight, d_weights, d_route_weights, shared_da, shared_dh;
   std::vector<std::int32_t> counts_unbiased;
+  Route kept;      // capacity mode: the routes that fit
   Route expanded;  // ETP: e becomes e t + j
 };
 

@@ -21,7 +21,8 @@ struct RowHandle {
 class RowPath {
  public:
   virtual ~RowPath() = default;
-  virtual RowHandle plan(const RouteView& route, PhaseTimes* times) = 0;
+  // pad_capacity >= 0: every expert gets this many slots from this rank, padded with nothing (dense-map path only).
+  virtual RowHandle plan(const RouteView& route, std::int64_t pad_capacity, PhaseTimes* times) = 0;
   virtual void dispatch(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) = 0;
   virtual void combine(const RowHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) = 0;
   virtual void return_slot_values(const RowHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times) = 0;
@@ -33,7 +34,7 @@ class CompactPath final : public RowPath {
  public:
   CompactPath(const ExchangeConfig& config, const ExpertPlacement& placement, Fabric& ep, ThreadPool* pool) : exchange_(config, placement, ep, pool) {}
 
-  RowHandle plan(const RouteView& route, PhaseTimes* times) override { return RowHandle{exchange_.plan(route, times), {}}; }
+  RowHandle plan(const RouteView& route, std::int64_t /*pad_capacity*/, PhaseTimes* times) override { return RowHandle{exchange_.plan(route, times), {}}; }
   void dispatch(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) override { exchange_.dispatch(handle.exchange, x, rows, times); }
   void combine(const RowHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) override {
     exchange_.combine(handle.exchange, z, out, times);

@@ -56,6 +56,8 @@ TEST(MoeBadInput, EveryConfigurationRuleNamesItsValues) {
       {[](MoeConfig& c) { c.expert_tensor_parallel = 2; }, 2, {"expert_tensor_parallel = 2", "F = 3"}},
       {[](MoeConfig& c) { c.expert_tensor_parallel = 3; }, 9, {"E = 8", "3 ranks"}},
       {[](MoeConfig& c) { c.expert_tensor_parallel = 0; }, 1, {"expert_tensor_parallel = 0"}},
+      {[](MoeConfig& c) { c.capacity_factor = -1; }, 1, {"capacity_factor = -1"}},
+      {[](MoeConfig& c) { c.pad_to_capacity = true; }, 1, {"pad_to_capacity", "capacity_factor", "0"}},
   };
   for (std::size_t i = 0; i < cases.size(); ++i) {
     MoeConfig c = small_config(8, 2, 6, 3);
@@ -188,6 +190,10 @@ TEST_F(MoeBadCall, BackwardNeedsAFreshTrainingForward) {
   EXPECT_THAT(message_of([&] { layer_->backward(parameters_, gradients_, view(x_), view(out_), view(dx_), step_, NAN); }), HasSubstr("loss_scale = nan"));
   layer_->backward(parameters_, gradients_, view(x_), view(out_), view(dx_), step_);
   EXPECT_THAT(backward(), HasSubstr("no backward has used yet"));
+  layer_->forward(parameters_, view(x_), view(out_), step_, options_);
+  options_.training = false;  // an evaluation into the same step takes its state away
+  layer_->forward(parameters_, view(x_), view(out_), step_, options_);
+  EXPECT_THAT(backward(), HasSubstr("backward needs a step"));
 }
 
 TEST_F(MoeBadCall, CapturedModeRefusesMoreThanTMaxTokens) {

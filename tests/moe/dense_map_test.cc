@@ -74,6 +74,63 @@ TEST(MoeDenseMap, ARowThatNamesAnExpertTwiceSumsBothWeights) {
   }
 }
 
+// Capacity 1 of 8 routes: experts 0..3 take one route each from each rank; first choices go first, then earlier tokens.
+TEST(MoeCapacity, RoutesBeyondCapacityAreDroppedFirstChoicesFirst) {
+  MoeConfig c = small_config(4, 2);
+  const Weights<float> w = random_weights(c, 320);
+  Batch batch = random_batch(c, {4}, 321);
+  batch.replay = {0, 1, 0, 2, 1, 0, 1, 3};
+  c.capacity_factor = 0.5;  // ceil(0.5 * 4 * 2 / 4) = 1
+  const Result dropped = run_layer(c, w, batch);
+  EXPECT_EQ(dropped.slots[0], 4);
+  EXPECT_EQ(dropped.dropped, 4);
+  EXPECT_EQ(dropped.counts, (std::vector<std::int64_t>{3, 3, 1, 1}));  // the router's decision, before the drop
+  // Weights are those of the full rows: dropping does not renormalise. Token 0 keeps {0}, 1 keeps {2}, 2 keeps {1}, 3 keeps {3}.
+  const std::vector<std::int32_t> kept{0, -1, -1, 2, 1, -1, -1, 3};
+  const Oracle oracle(c);
+  const Weights<double> wd = to_double(w);
+  OracleInputs in = oracle_inputs(c, batch, batch.replay);
+  const OracleResult full = oracle.forward(wd, in);
+  c.capacity_factor = 0;
+  for (std::size_t t = 0; t < 4; ++t) {
+    const std::size_t k = kept[2 * t] >= 0 ? 0 : 1;
+    MoeConfig single = c;
+    single.K = 1;
+    OracleInputs one = in;
+    one.ids = {kept[0] >= 0 ? kept[0] : kept[1], kept[2] >= 0 ? kept[2] : kept[3], kept[4] >= 0 ? kept[4] : kept[5], kept[6] >= 0 ? kept[6] : kept[7]};
+    const OracleResult alone = Oracle(single).forward(wd, one);  // weight 1
+    for (std::size_t h = 0; h < 6; ++h) EXPECT_NEAR(dropped.out[t * 6 + h], full.weights[2 * t + k] * alone.out[t * 6 + h], 1e-5);
+  }
+}
+
+TEST(MoeCapacity, LargeCapacityIsDroplessAndPaddingToItChangesNothing) {
+  MoeConfig c = rich_config();
+  const Weights<float> w = random_weights(c, 330);
+  const Batch batch = random_batch(c, {7, 0, 5, 4}, 331);
+  const Result dropless = run_layer(c, w, batch);
+  c.capacity_factor = 8;
+  const Result large = run_layer(c, w, batch);
+  EXPECT_EQ(large.dropped, 0);
+  EXPECT_TRUE(same_bits(large.out, dropless.out));
+  EXPECT_TRUE(same_bits(large.gradients, dropless.gradients));
+  for (const double factor : {0.7, 1.0, 8.0}) {
+    SCOPED_TRACE(factor);
+    c.capacity_factor = factor;
+    c.pad_to_capacity = false;
+    const Result drop = run_layer(c, w, batch);
+    c.pad_to_capacity = true;
+    const Result pad = run_layer(c, w, batch);
+    EXPECT_EQ(pad.dense_forwards, 4);
+    EXPECT_EQ(pad.dropped, drop.dropped);
+    EXPECT_EQ(pad.slots, drop.slots);
+    EXPECT_LE(relative_error(pad.out, drop.out), 1e-6);
+    EXPECT_LE(relative_error(pad.dx, drop.dx), 2e-6);
+    EXPECT_LE(relative_error(pad.gradients.gate, drop.gradients.gate), 2e-6);
+    EXPECT_LE(relative_error(pad.gradients.w1, drop.gradients.w1), 2e-6);
+    EXPECT_LE(relative_error(pad.gradients.b1, drop.gradients.b1), 2e-6);
+  }
+}
+
 TEST(MoeDenseMap, EveryTriggerHasAReasonInWords) {
   EXPECT_EQ(describe_dense_map(kDenseMapNone), "compact routes are legal");
   const std::string all =
@@ -86,6 +143,8 @@ TEST(MoeDenseMap, EveryTriggerHasAReasonInWords) {
   EXPECT_EQ(moe::static_dense_reasons(c, *fabric), kDenseMapNone);
   c.force_dense_map = true;
   EXPECT_EQ(moe::static_dense_reasons(c, *fabric), kDenseMapForced);
+  c.pad_to_capacity = true;
+  EXPECT_EQ(moe::static_dense_reasons(c, *fabric), kDenseMapForced | kDenseMapPadToCapacity);
 }
 
 }  // namespace

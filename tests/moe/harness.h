@@ -138,7 +138,7 @@ struct Result {
   std::vector<StatusWord> status;         // [P]
   std::vector<bool> valid;                // [P]
   double flops = 0;
-  std::int64_t dense_forwards = 0;
+  std::int64_t dense_forwards = 0, dropped = 0;
   ExchangeBytes bytes;
   std::size_t saved_bytes = 0;  // rank 0
 };
@@ -224,6 +224,7 @@ struct RankRun {
     const auto me = static_cast<std::size_t>(rank);
     r.slots[me] = step.slots, r.rows[me] = step.rows, r.status[me] = step.status, r.valid[me] = step.valid;
     r.flops += layer.expert_flops(), r.dense_forwards += layer.num_dense_map_forwards(), r.bytes += layer.bytes();
+    r.dropped += step.dropped_routes;
     if (rank == 0) r.saved_bytes = step.saved_bytes;
   }
 };

@@ -2,6 +2,9 @@
 // The layer gives one answer at every layout: any P, any split of the tokens, any pool, any repeat, hard routes, padding, ETP.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <cmath>
+
 #include "moe/harness.h"
 
 namespace waybill::test {
@@ -209,6 +212,87 @@ TEST(MoeLayout, GradientsAreAddedToWhatIsThere) {
     std::size_t i = 0;
     rank.gradients.w.for_each([&](const char* name, std::vector<float>& v) { EXPECT_LE(relative_error(v, doubled[i++]), 1e-6) << name; });
     EXPECT_TRUE(same_bits(rank.dx, once.dx));  // dx is written
+  });
+}
+
+TEST(MoeLayout, ForcedBalanceGivesTheSameRoutesAtAnyLayout) {
+  MoeConfig c = small_config(8, 2);
+  c.router.forced_balance = ForcedBalance::kRoundRobin;
+  const Weights<float> w = random_weights(c, 97);
+  Batch batch = random_batch(c, {24}, 98);
+  const Result one = run_layer(c, w, batch);
+  EXPECT_EQ(one.counts, std::vector<std::int64_t>(8, 6));
+  for (const std::vector<std::int64_t>& tokens : {std::vector<std::int64_t>{7, 17}, std::vector<std::int64_t>{1, 0, 20, 3}}) {
+    batch.tokens = tokens;
+    expect_same_layer(run_layer(c, w, batch), one, 3e-6);
+  }
+}
+
+TEST(MoeCounters, FlopsAndSavedBytesAreThoseOfTheFormula) {
+  MoeConfig c = full_config();
+  const Weights<float> w = random_weights(c, 99, true);
+  const Batch batch = random_batch(c, {7}, 98);
+  const std::int64_t T = 7, S = 7 * 3, R = 7, W = c.latent, inner = 2 * c.F;
+  std::vector<std::size_t> saved;
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kActivation, Recompute::kLayer}) {
+    c.recompute = recompute;
+    const Result r = run_layer(c, w, batch);
+    EXPECT_DOUBLE_EQ(r.flops, 3.0 * 2.0 * static_cast<double>(S * (W * inner + c.F * W)));  // one forward, two matmuls each backward
+    saved.push_back(r.saved_bytes);
+  }
+  EXPECT_EQ(saved[0] - saved[1], static_cast<std::size_t>(4 * (S * c.F + T * c.shared_F)));
+  EXPECT_EQ(saved[1] - saved[2], static_cast<std::size_t>(4 * (T * c.E + R * W + S * inner + T * 2 * c.shared_F)));
+}
+
+TEST(MoeCounters, EveryPhaseOfTheLayerIsTimed) {
+  const MoeConfig c = full_config();
+  const Weights<float> w = random_weights(c, 99, true);
+  const Batch batch = random_batch(c, {12, 12}, 98);
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    RankRun rank(c, 2, fabric.rank(), w, batch);
+    PhaseTimes times;
+    MoeStep step;
+    const MoeTensors parameters = views(c, layer.L(), rank.weights.w);
+    const TensorView x = TensorView::of(rank.x.data(), {rank.T, c.H}), out = TensorView::of(rank.out.data(), {rank.T, c.H});
+    const auto start = std::chrono::steady_clock::now();
+    layer.forward(parameters, x, out, step, {}, &times);
+    layer.backward(parameters, views(c, layer.L(), rank.gradients.w), x, out, TensorView::of(rank.dx.data(), {rank.T, c.H}), step, 1.0f, &times);
+    const double wall = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    double sum = 0;
+    for (const Phase phase :
+         {Phase::kGate, Phase::kRouter, Phase::kPlan, Phase::kDispatch, Phase::kExpertGemm, Phase::kActivation, Phase::kCombine, Phase::kShared}) {
+      EXPECT_GT(times.seconds[static_cast<std::size_t>(phase)], 0.0) << to_string(phase);
+      sum += times.seconds[static_cast<std::size_t>(phase)];
+    }
+    EXPECT_LE(sum, wall);  // no phase is counted twice
+  });
+}
+
+// A row of NaN: it costs that row only, and its counters move in training, not in evaluation.
+TEST(MoeCounters, ANonFiniteRowIsCountedOncePerTrainingForward) {
+  MoeConfig c = small_config();
+  const Weights<float> w = random_weights(c, 60);
+  Batch batch = random_batch(c, {6}, 61);
+  const Result clean = run_layer(c, w, batch);
+  for (std::size_t h = 0; h < 6; ++h) batch.x[12 + h] = std::nanf("");
+  run_ranks(1, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    RankRun rank(c, 1, 0, w, batch);
+    RunOptions options;
+    options.backward = false;
+    options.forward.training = false;
+    rank.run(layer, c, batch, options);
+    EXPECT_EQ(rank.step.status.num_nonfinite_rows, 1);
+    EXPECT_EQ(layer.status().num_nonfinite_rows, 0);
+    options.forward.training = true;
+    for (int forward = 1; forward <= 2; ++forward) {
+      rank.run(layer, c, batch, options);
+      EXPECT_EQ(rank.step.status.num_nonfinite_rows, 1);
+      EXPECT_EQ(layer.status().num_nonfinite_rows, forward);
+      EXPECT_EQ(layer.status().num_short_rows, forward);
+    }
+    for (std::size_t i = 0; i < rank.out.size(); ++i) EXPECT_EQ(rank.out[i], i / 6 == 2 ? 0.0f : clean.out[i]) << i;
   });
 }
 

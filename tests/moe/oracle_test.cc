@@ -89,7 +89,7 @@ TEST(MoeOracle, EveryLossWithEveryScoreAndPadding) {
   std::uint64_t seed = 900;
   for (const Choice& choice : choices()) {
     if (choice.activation != Activation::kSwiGLU) continue;
-    for (const bool padding : {false, true}) {
+    for (const int padding : {0, 1, 2}) {
       SCOPED_TRACE(name_of(choice, padding) + fmt::format(" seed {}", ++seed));
       MoeConfig c = config_of(choice);
       c.aux_coefficient = 0.3f, c.sequence_coefficient = 0.2f, c.global_coefficient = 0.15f, c.z_coefficient = 0.1f;
@@ -97,7 +97,8 @@ TEST(MoeOracle, EveryLossWithEveryScoreAndPadding) {
       const Weights<float> w = random_weights(c, seed * 100);
       Batch batch = random_batch(c, {4, 2}, seed * 100 + 50);
       batch.loss_scale = 0.7f;
-      if (padding) batch.mask = {0, 0, 0, 1, 0, 1};
+      if (padding == 1) batch.mask = {0, 0, 0, 1, 0, 1};
+      if (padding == 2) batch.mask = {0, 1, 1, 1, 0, 0};  // a sequence of padding only is no sequence
       compare_with_oracle(c, w, batch, run_layer(c, w, batch));
     }
   }
