@@ -13,6 +13,7 @@ namespace waybill::simd {
 inline constexpr std::int64_t kLanes = 16;
 using Floats = float __attribute__((vector_size(64)));
 using Ints = std::int32_t __attribute__((vector_size(64)));
+using Bits = std::uint32_t __attribute__((vector_size(64)));
 
 enum class Level : int { kBase = 0, kAvx2 = 1, kAvx512 = 2 };
 inline Level level() {
@@ -88,7 +89,7 @@ static WB_SIMD_INLINE float max(Floats v) {
 }
 static WB_SIMD_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to about 1 ulp for x <= 88; exactly 0 for x < -87.3 and for -Inf; NaN stays NaN.
+// e^x to about 1 ulp for x <= 88, any value above; exactly 0 for x < -87.3 and for -Inf; NaN stays NaN.
 // x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a polynomial of degree 6; 2^n by the exponent bits.
 static WB_SIMD_INLINE Floats exp(Floats x) {
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
@@ -103,8 +104,8 @@ static WB_SIMD_INLINE Floats exp(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = (p * (r * r) + r) + 1.0f;
-  const Ints exponent = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic)) << 23;
-  const Floats value = reinterpret_cast<Floats>(reinterpret_cast<Ints>(p) + exponent);
+  const Bits exponent = (reinterpret_cast<Bits>(shifted) - reinterpret_cast<Bits>(magic)) << 23;
+  const Floats value = reinterpret_cast<Floats>(reinterpret_cast<Bits>(p) + exponent);
   return x < low ? Floats{} : value;
 }
 
