@@ -58,6 +58,7 @@ Outcome run(const ModelConfig& config, int W, int micro_batches, std::int64_t se
 ModelConfig full_model(int P) {
   LayerConfig a = moe_layer(8, 2, 10, P), b = moe_layer(4, 2, 6, P);
   a.moe.aux_coefficient = 0.3f;
+  a.moe.global_coefficient = 0.1f;
   a.moe.z_coefficient = 0.01f;
   a.moe.shared_F = 6;
   b.moe.sequence_coefficient = 0.2f;
@@ -94,9 +95,10 @@ TEST(ModelLayout, LossAndGradientsAgreeAtEveryPlacementOfFourRanks) {
 }
 
 TEST(ModelLayout, LossAndGradientsAgreeForOneAndFourMicroBatches) {
-  // The Switch loss pairs each micro-batch's counts with its own scores: without it the sum over micro-batches is exact.
+  // The Switch loss pairs each micro-batch's counts with its own scores, the global loss adds those of earlier ones: their values
+  // depend on the cut. Without them the sum over micro-batches is exact.
   ModelConfig c = full_model(1);
-  c.layers[1].moe.aux_coefficient = 0;
+  c.layers[1].moe.aux_coefficient = c.layers[1].moe.global_coefficient = 0;
   const Outcome one = run(c, 1, 1, 8);
   expect_equal_outcome(run(c, 1, 4, 8), one);
   for (LayerConfig& layer : c.layers)
@@ -105,7 +107,7 @@ TEST(ModelLayout, LossAndGradientsAgreeForOneAndFourMicroBatches) {
 }
 
 TEST(ModelLayout, F09_AuxStrengthIsTheSameForEqualMicroBatches) {
-  // Twice the batch as 2 equal micro-batches: the same sequences twice.
+  // Twice the batch as 2 equal micro-batches: the same sequences twice. Shares of experts are equal, so the global loss is too.
   ModelConfig c = full_model(1);
   const std::unique_ptr<Fabric> world = make_single_fabric();
   LanguageModel model(c, *world, 5);
@@ -168,6 +170,21 @@ TEST(ModelLayout, RepeatsAreBitEqual) {
     EXPECT_EQ(a.norm, b.norm);
     expect_same_bits(a.gradients, b.gradients);
     expect_same_bits(a.values, b.values);
+  }
+}
+
+TEST(ModelLayout, F11_RecomputeChangesNoBitAndCountsNothingTwice) {
+  const Outcome plain = run(full_model(2), 2, 2, 8, 1);
+  for (const Recompute recompute : {Recompute::kActivation, Recompute::kLayer}) {
+    ModelConfig c = full_model(2);
+    for (LayerConfig& layer : c.layers) layer.moe.recompute = recompute;
+    const Outcome again = run(c, 2, 2, 8, 1);
+    EXPECT_EQ(again.stats.loss, plain.stats.loss);
+    EXPECT_EQ(again.stats.aux_loss, plain.stats.aux_loss);
+    EXPECT_EQ(again.stats.expert_flops, plain.stats.expert_flops);
+    for (std::size_t i = 0; i < plain.stats.layers.size(); ++i) EXPECT_EQ(again.stats.layers[i].counts, plain.stats.layers[i].counts);
+    expect_same_bits(again.gradients, plain.gradients);
+    expect_same_bits(again.values, plain.values);
   }
 }
 
