@@ -15,30 +15,21 @@ namespace {
 
 constexpr std::int64_t kMaxCountedBuckets = 256;  // threshold() compares every bucket with every other
 
-void sort_descending(std::uint64_t* values, std::int64_t count) {
-  if (count > 24) {
-    std::sort(values, values + count, std::greater<>());
-    return;
-  }
-  for (std::int64_t i = 1; i < count; ++i) {
-    const std::uint64_t value = values[i];
-    std::int64_t j = i;
-    for (; j > 0 && values[j - 1] < value; --j) values[j] = values[j - 1];
-    values[j] = value;
-  }
-}
-
 // The k best of keys[0, n), best first, as composites in `out` (room for n). Returns how many there are.
 std::int64_t select_best(const RowKernels& kernels, const std::uint32_t* keys, std::int64_t n, std::int64_t k, std::uint32_t* buckets, std::uint64_t* out) {
   const std::int64_t num_buckets = padded_to_lanes(2 * k);
   const bool has_bound = num_buckets <= kMaxCountedBuckets && 2 * num_buckets <= n;
   const std::uint32_t bound = has_bound ? kernels.threshold(keys, n, k, num_buckets, buckets) : 1;
   std::int64_t count = kernels.collect(keys, n, bound, out);
-  if (count > k && count > 2 * kLanes) {
-    std::nth_element(out, out + k - 1, out + count, std::greater<>());
-    count = k;
+  if (count <= kMaxSmallSort) {
+    std::uint64_t small[kMaxSmallSort];
+    std::copy_n(out, count, small);
+    kernels.sort_small(small, count, out);
+  } else {
+    if (count > k) std::nth_element(out, out + k - 1, out + count, std::greater<>());
+    count = std::min(count, k);
+    std::sort(out, out + count, std::greater<>());
   }
-  sort_descending(out, count);
   return std::min(count, k);
 }
 

@@ -10,6 +10,7 @@
 namespace waybill::router_impl {
 
 inline constexpr std::int64_t kLanes = 16;  // partial sums of a row; arrays of K values are padded to a multiple of it
+inline constexpr std::int64_t kMaxSmallSort = 64;
 
 // A row of scores before it is divided by its sum. Softmax: exp(x - largest). Sigmoid and sqrt-softplus: the score itself, or, where even
 // the largest logit lies so low that scores underflow, what they tend to: exp(x - largest) and its square root. The quotient is the same
@@ -36,6 +37,9 @@ struct RowKernels {
   std::uint32_t (*threshold)(const std::uint32_t* keys, std::int64_t n, std::int64_t k, std::int64_t num_buckets, std::uint32_t* buckets);
   // Composites (key << 32 | ~id) of the keys >= threshold in ascending id; returns how many. `out` holds n.
   std::int64_t (*collect)(const std::uint32_t* keys, std::int64_t n, std::uint32_t threshold, std::uint64_t* out);
+
+  // The `count` <= kMaxSmallSort distinct values in descending order. values has room for kMaxSmallSort.
+  void (*sort_small)(std::uint64_t* values, std::int64_t count, std::uint64_t* out);
 
   // u[e] proportional to the score of x_e, 0 where the expert does not exist; see RowSum.
   RowSum (*full_scores)(ScoreFunction score, const float* x, const std::uint32_t* keep, std::int64_t n, float* u);

@@ -72,16 +72,18 @@ WB_BODY bool has_nonfinite(const float* x, std::int64_t n) {
 
 WB_BODY std::uint32_t max_u32(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
 
-// The k-th largest bucket maximum has k keys at or above it, so no chosen key is below it. Ranks by counting: every maximum against
-// every other.
+// Bucket b holds the keys at b, b + num_buckets, ... The k-th largest bucket maximum has k keys at or above it, so no chosen key is
+// below it. Ranks by counting: every maximum against every other.
 WB_BODY std::uint32_t threshold(const std::uint32_t* in, std::int64_t n, std::int64_t k, std::int64_t num_buckets, std::uint32_t* buckets) {
-  std::int64_t i = num_buckets < n ? num_buckets : n;
-  std::memcpy(buckets, in, static_cast<std::size_t>(i) * sizeof(std::uint32_t));
-  for (std::int64_t b = i; b < num_buckets; ++b) buckets[b] = 0;
-  for (; i + num_buckets <= n; i += num_buckets) {
-    for (std::int64_t b = 0; b < num_buckets; ++b) buckets[b] = max_u32(buckets[b], in[i + b]);
+  for (std::int64_t block = 0; block < num_buckets; block += kLanes) {
+    std::uint32_t largest[kLanes] = {};
+    std::int64_t i = block;
+    for (; i + kLanes <= n; i += num_buckets) {
+      for (std::int64_t lane = 0; lane < kLanes; ++lane) largest[lane] = max_u32(largest[lane], in[i + lane]);
+    }
+    for (std::int64_t lane = 0; i + lane < n; ++lane) largest[lane] = max_u32(largest[lane], in[i + lane]);
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) buckets[block + lane] = largest[lane];
   }
-  for (std::int64_t b = 0; i + b < n; ++b) buckets[b] = max_u32(buckets[b], in[i + b]);
   std::uint32_t bound = 0xffffffffu;
   for (std::int64_t block = 0; block < num_buckets; block += kLanes) {
     std::int32_t num_larger[kLanes] = {};
@@ -118,6 +120,20 @@ WB_BODY std::int64_t collect(const std::uint32_t* in, std::int64_t n, std::uint3
     count += in[i] >= bound ? 1 : 0;
   }
   return count;
+}
+
+// Descending, by counting for each value how many are larger: no branch depends on the data. values[count, padded) is overwritten.
+WB_BODY void sort_small(std::uint64_t* values, std::int64_t count, std::uint64_t* out) {
+  const std::int64_t padded = (count + 7) / 8 * 8;
+  for (std::int64_t i = count; i < padded; ++i) values[i] = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint64_t value = values[i];
+    std::uint64_t num_larger = 0;
+    for (std::int64_t block = 0; block < padded; block += 8) {
+      for (std::int64_t j = 0; j < 8; ++j) num_larger += values[block + j] > value ? 1 : 0;
+    }
+    out[num_larger] = value;
+  }
 }
 
 // Lanes to one value, in one fixed order.

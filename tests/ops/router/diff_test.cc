@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "ops/router/router_fixture.h"
@@ -180,6 +182,11 @@ TEST(RouterProperties, EveryBuildOfTheRowKernelsGivesTheSameBits) {
       keys.push_back(bound);
       keys.push_back(static_cast<std::uint32_t>(kernels.collect(k.data(), E, bound, found.data())));
       keys.insert(keys.end(), k.begin(), k.end());
+      std::vector<std::uint64_t> small(found.begin(), found.begin() + 60), sorted(60);
+      small.resize(router_impl::kMaxSmallSort);
+      kernels.sort_small(small.data(), 60, sorted.data());
+      EXPECT_TRUE(std::is_sorted(sorted.begin(), sorted.end(), std::greater<>()));
+      EXPECT_TRUE(std::is_permutation(sorted.begin(), sorted.end(), found.begin(), found.begin() + 60));
       std::vector<float> u(static_cast<std::size_t>(E)), d(u), scratch(static_cast<std::size_t>(K)), weights(scratch);
       const router_impl::RowSum row = kernels.full_scores(score, x.data(), keep.data(), E, u.data());
       floats.insert(floats.end(), {row.sum, kernels.log_sum_exp(row), kernels.dot(bias.data(), u.data(), E)});

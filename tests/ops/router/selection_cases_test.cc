@@ -10,6 +10,7 @@
 #include <set>
 
 #include "ops/router/router_fixture.h"
+#include "ops/router/router_impl.h"
 #include "waybill/log.h"
 
 namespace waybill {
@@ -119,6 +120,48 @@ TEST_P(RouterCases, F02_SixteenGroupsAndBothRules) {
     expect_near(result.weights(0), {0.125935, 0.125693, 0.125447, 0.125199, 0.124948, 0.124694, 0.124437, 0.123648}, 1e-6);
   }
   EXPECT_EQ(std::max_element(x.begin(), x.end()) - x.begin(), 228);  // the best expert of all stands in a group that is not kept
+}
+
+std::vector<router_impl::GroupRank> ranked_groups(const RouterCase& c) {
+  const test::StoredInputs stored(c);
+  return router_impl::rank_groups_ref(c.config, stored.inputs, 0);
+}
+
+TEST(RouterGroupCases, F01_GroupScoresWithANegativeBias) {
+  RouterCase c = grouped_case(grouped(8, 2, 4, 1), {2, 1, 0, 0, 0, 0, 0, 0});
+  c.bias.assign(8, -5.0f);
+  const std::vector<router_impl::GroupRank> groups = ranked_groups(c);
+  const double want[] = {-8.388144, -9.0, -9.0, -9.0};
+  for (std::size_t g = 0; g < 4; ++g) {
+    EXPECT_EQ(groups[g].id, static_cast<std::int64_t>(g));
+    EXPECT_NEAR(groups[g].score, want[g], 1e-5);
+  }
+}
+
+TEST(RouterGroupCases, F02_KeptGroupsAndTheirScores) {
+  std::vector<float> x(256);
+  for (std::size_t e = 0; e < 256; ++e) x[e] = static_cast<float>((37 * e + 11) % 256) / 64.0f - 2.0f;
+  const std::vector<router_impl::GroupRank> groups = ranked_groups(grouped_case(grouped(256, 8, 16, 4), x));
+  const std::int64_t ids[] = {3, 8, 13, 2};
+  const double scores[] = {1.749824, 1.746384, 1.742904, 1.728574, 1.724888};
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(groups[i].id, ids[i]);
+  for (std::size_t i = 0; i < 5; ++i) EXPECT_NEAR(groups[i].score, scores[i], 2e-6);
+}
+
+TEST(RouterGroupCases, F06_TiedGroupsRankByTheLowerId) {
+  const std::vector<router_impl::GroupRank> groups = ranked_groups(grouped_case(grouped(8, 2, 4, 2), std::vector<float>(8, 0.0f)));
+  EXPECT_EQ(groups[0].id, 0);
+  EXPECT_EQ(groups[1].id, 1);
+}
+
+TEST_P(RouterCases, GroupsShortOfCandidatesComeAfterCompleteOnes) {
+  // Group 0 has one candidate (key -1 > the sum -4 of a complete group), group 1 two, group 2 none.
+  RouterCase c = grouped_case(grouped(6, 2, 3, 1), {-1, kNaN, -2, -2, kNaN, kNaN});
+  c.config.score = ScoreFunction::kSoftmaxSelected;
+  EXPECT_EQ(test::forward(c).ids(0), (Ids{2, 3}));
+  c.config.num_kept_groups = 2;
+  c.config.K = 4;
+  EXPECT_EQ(test::forward(c).ids(0), (Ids{0, 2, 3, -1}));
 }
 
 TEST_P(RouterCases, F02_TheTwoGroupRulesDiffer) {
