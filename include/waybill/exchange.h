@@ -95,7 +95,7 @@ class WB_API Exchange {
 
   // Exchanges counts, ids and weights. Collective. On overflow (captured mode) every rank's handle is !valid, its layout is
   // empty, and the status word of the rank that overflowed holds demand and capacity of both budgets.
-  // More than T_max tokens on any rank (T_max > 0) is refused on every rank.
+  // Captured mode: more than T_max tokens on any rank is refused on every rank.
   DispatchHandle plan(const RouteView& route, PhaseTimes* times = nullptr);
 
   // rows [R, H] (dtype of x: fp32 or bf16), by source rank then token. x [T, H]; its rows may be strided.

@@ -123,7 +123,7 @@ DispatchHandle Exchange::Impl::plan(const RouteView& route, PhaseTimes* times) {
 
 // Why this rank cannot take part; empty where it can.
 std::string Exchange::Impl::local_fault(const RouteView& route, const RoutePlan& plan) const {
-  if (config.T_max > 0 && route.T > config.T_max) return fmt::format("T = {} tokens exceed T_max = {}", route.T, config.T_max);
+  if (config.mode == ExchangeMode::kCaptured && route.T > config.T_max) return fmt::format("T = {} tokens exceed T_max = {}", route.T, config.T_max);
   if (!config.debug_checks) return {};
   try {
     validate(route);

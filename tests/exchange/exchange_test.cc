@@ -192,6 +192,7 @@ TEST(Exchange, TooManyTokensAreRefusedOnEveryRank) {
     config.E = 6;
     config.K = 2;
     config.T_max = 4;
+    config.mode = ExchangeMode::kCaptured;
     Exchange exchange(config, block_placement(6, 2), fabric);
     exchange.plan(random_route(4, 2, 6, {.seed = 2}));
     exchange.plan(random_route(fabric.rank() == 0 ? 5 : 4, 2, 6, {.seed = 2}));

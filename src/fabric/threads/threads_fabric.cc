@@ -5,6 +5,8 @@
 #include <cstring>
 #include <exception>
 
+#include "fabric/rank_order.h"
+
 namespace waybill::threads {
 namespace {
 
@@ -47,26 +49,6 @@ class PairwiseRequest final : public ExchangeRequest {
   int exceptions_ = std::uncaught_exceptions();
 };
 
-template <class T>
-void accumulate(T* sum, const T* values, std::size_t count, ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      for (std::size_t i = 0; i < count; ++i) sum[i] += values[i];
-      break;
-    case ReduceOp::kMax:
-      for (std::size_t i = 0; i < count; ++i) sum[i] = std::max(sum[i], values[i]);
-      break;
-    case ReduceOp::kMin:
-      for (std::size_t i = 0; i < count; ++i) sum[i] = std::min(sum[i], values[i]);
-      break;
-  }
-}
-
-template <class T>
-int reduce_detail(ReduceOp op) {
-  return static_cast<int>(op) | static_cast<int>(std::is_same_v<T, std::int64_t> ? DType::kI64 : DTypeOf<T>::value) << 8;
-}
-
 }  // namespace
 
 void ThreadsFabric::pairwise(Signature signature, std::span<const Span> send, std::span<const Span> receive) {
@@ -103,46 +85,24 @@ std::unique_ptr<ExchangeRequest> ThreadsFabric::all_to_all_start(std::span<const
   return std::make_unique<PairwiseRequest>(hub_, rank_, sequence);
 }
 
-// Each rank sums one part of the block over all ranks, in rank order, then hands it to the others: the additions of an element
-// are those of the small path, so the result does not depend on the path.
-template <class T>
-void ThreadsFabric::reduce_block(std::span<T> values, std::vector<T>& scratch, ReduceOp op, std::string_view phase) {
-  const auto P = static_cast<std::size_t>(size());
-  const auto me = static_cast<std::size_t>(rank_);
-  const std::size_t part = (values.size() + P - 1) / P;
-  const auto begin = [&](std::size_t p) { return std::min(p * part, values.size()); };
-  const auto bytes = [&](std::size_t p) { return (begin(p + 1) - begin(p)) * sizeof(T); };
-  scratch.resize(P * part);
-  std::vector<Span> send(P), receive(P);
-  for (std::size_t p = 0; p < P; ++p) {
-    send[p] = Span{values.data() + begin(p), bytes(p)};
-    receive[p] = Span{scratch.data() + p * part, bytes(me)};
-  }
-  const Signature signature{Kind::kAllReduce, std::string(phase), values.size_bytes(), reduce_detail<T>(op)};
-  pairwise(signature, send, receive);
-  const std::size_t count = begin(me + 1) - begin(me);
-  for (std::size_t p = 1; p < P; ++p) accumulate(scratch.data(), scratch.data() + p * part, count, op);
-  for (std::size_t p = 0; p < P; ++p) {
-    send[p] = Span{scratch.data(), bytes(me)};
-    receive[p] = Span{values.data() + begin(p), bytes(p)};
-  }
-  pairwise(signature, send, receive);
-}
-
 template <class T>
 void ThreadsFabric::reduce(std::span<T> values, ReduceOp op, std::string_view phase) {
   if (values.size_bytes() <= kSmallBytes) {
-    hub_->gather_small(rank_, sequence_++, Signature{Kind::kAllReduce, std::string(phase), values.size_bytes(), reduce_detail<T>(op)}, values.data(),
-                       values.size_bytes(), [&](const std::byte* all) {
+    hub_->gather_small(rank_, sequence_++, Signature{Kind::kAllReduce, std::string(phase), values.size_bytes(), rank_order::reduce_detail<T>(op)},
+                       values.data(), values.size_bytes(), [&](const std::byte* all) {
                          const T* rows = reinterpret_cast<const T*>(all);  // storage of std::vector<std::byte>: aligned by operator new
                          std::copy(rows, rows + values.size(), values.begin());
-                         for (int p = 1; p < size(); ++p) accumulate(values.data(), rows + static_cast<std::size_t>(p) * values.size(), values.size(), op);
+                         for (int p = 1; p < size(); ++p)
+                           rank_order::accumulate(values.data(), rows + static_cast<std::size_t>(p) * values.size(), values.size(), op);
                        });
     return;
   }
   std::vector<T> scratch;
   for (std::size_t i = 0; i < values.size(); i += kReduceElements) {
-    reduce_block(values.subspan(i, std::min(kReduceElements, values.size() - i)), scratch, op, phase);
+    const std::span<T> block = values.subspan(i, std::min(kReduceElements, values.size() - i));
+    rank_order::reduce_block(block, scratch, op, size(), rank_, [&](std::span<const Span> send, std::span<const Span> receive) {
+      pairwise(Signature{Kind::kAllReduce, std::string(phase), block.size_bytes(), rank_order::reduce_detail<T>(op)}, send, receive);
+    });
   }
 }
 

@@ -35,8 +35,6 @@ class ThreadsFabric final : public Fabric {
   void pairwise(Signature signature, std::span<const Span> send, std::span<const Span> receive);
   template <class T>
   void reduce(std::span<T> values, ReduceOp op, std::string_view phase);
-  template <class T>
-  void reduce_block(std::span<T> values, std::vector<T>& scratch, ReduceOp op, std::string_view phase);
 
   std::shared_ptr<Hub> hub_;
   int rank_;
