@@ -121,12 +121,16 @@ struct MoeStep {
   StatusWord status;                                // of this forward
   bool valid = true;                                // false after an overflow on any rank of the EP group: skip the update
   std::uint32_t dense_map_reasons = kDenseMapNone;  // not none: this batch took the dense-map path
+  Tensor d_dense_map;                               // [T, E] after a backward, where the forward was given a dense map
   std::size_t saved_bytes = 0;                      // memory kept for backward
 };
 
 struct MoeForwardOptions {
-  TensorView padding_mask;                                        // [T] u8, 1 = padding, or null
-  const Route* replay = nullptr;                                  // take these routes' ids (weights come from the logits); given on every rank or on none
+  TensorView padding_mask;        // [T] u8, 1 = padding, or null
+  const Route* replay = nullptr;  // take these routes' ids (weights come from the logits); given on every rank or on none
+  // The caller's own routing: probabilities [T, E] fp32, 0 = not routed; given on every rank or on none. Takes the dense-map path;
+  // the gate and the router take no part (no losses, no gate gradient), and backward leaves MoeStep::d_dense_map.
+  TensorView dense_map;
   bool training = true;                                           // false: nothing is saved, no loss is computed, no counter moves
   double loss_tokens = 0;                                         // tokens of the global batch that aux and z are averaged over (0 = this call's, all ranks)
   double loss_sequences = 0;                                      // sequences of the global batch (0 = this call's, all ranks)

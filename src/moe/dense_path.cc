@@ -65,26 +65,40 @@ std::vector<std::int64_t> gather_offsets(Fabric& ep, std::int64_t T) {
 
 RowHandle DensePath::plan(const RouteView& route, std::int64_t pad_capacity, PhaseTimes* times) {
   const PhaseScope scope(times, Phase::kPlan);
-  const std::int64_t T = route.T, E = placement_.E;
-  RowHandle handle;
-  handle.exchange.plan.T = T;
-  handle.exchange.plan.K = route.K;
-  handle.exchange.plan.P = ep_.size();
+  const std::int64_t T = route.T, K = route.K, E = placement_.E;
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(T * K));
   std::vector<std::uint8_t> map(static_cast<std::size_t>(T * E), 0);
   std::vector<float> probabilities(static_cast<std::size_t>(T * E), 0.0f);
-  handle.ids.resize(static_cast<std::size_t>(T * route.K));
-  for (std::int64_t t = 0; t < T; ++t) {
-    for (std::int64_t k = 0; k < route.K; ++k) {
-      const std::int32_t id = route.id(t, k);
-      handle.ids[static_cast<std::size_t>(t * route.K + k)] = id;
-      if (id < 0 || id >= E) continue;
-      map[static_cast<std::size_t>(t * E + id)] = 1;
-      probabilities[static_cast<std::size_t>(t * E + id)] += route.weights[t * route.K + k];
-    }
+  for (std::int64_t i = 0; i < T * K; ++i) {
+    const std::int32_t id = ids[static_cast<std::size_t>(i)] = route.id(i / K, i % K);
+    if (!is_route(id, E)) continue;
+    const auto at = static_cast<std::size_t>(i / K * E + id);
+    map[at] = 1;
+    probabilities[at] += route.weights[i];
   }
+  RowHandle handle = exchange_map(T, map.data(), probabilities.data(), pad_capacity);
+  handle.exchange.plan.K = K;
+  handle.ids = std::move(ids);
+  return handle;
+}
+
+RowHandle DensePath::plan_map(const TensorView& dense_map, PhaseTimes* times) {
+  const PhaseScope scope(times, Phase::kPlan);
+  const float* probabilities = dense_map.as<float>();
+  std::vector<std::uint8_t> map(static_cast<std::size_t>(dense_map.size()));
+  for (std::size_t i = 0; i < map.size(); ++i) map[i] = probabilities[i] != 0.0f ? 1 : 0;
+  return exchange_map(dense_map.shape[0], map.data(), probabilities, -1);
+}
+
+// The collective part: the whole map goes to every rank, and each builds its layout from its experts' columns.
+RowHandle DensePath::exchange_map(std::int64_t T, const std::uint8_t* map, const float* probabilities, std::int64_t pad_capacity) {
+  const std::int64_t E = placement_.E;
+  RowHandle handle;
+  handle.exchange.plan.T = T;
+  handle.exchange.plan.P = ep_.size();
   std::vector<std::int64_t> row_offsets = gather_offsets(ep_, T);
-  const std::vector<std::uint8_t> all_map = gather_rows(ep_, map.data(), row_offsets, E, "dense map");
-  const std::vector<float> all_probabilities = gather_rows(ep_, probabilities.data(), row_offsets, E, "dense probabilities");
+  const std::vector<std::uint8_t> all_map = gather_rows(ep_, map, row_offsets, E, "dense map");
+  const std::vector<float> all_probabilities = gather_rows(ep_, probabilities, row_offsets, E, "dense probabilities");
   const std::int64_t peers = ep_.size() - 1;
   bytes_.ids += peers * T * E;
   bytes_.weights += peers * T * E * 4;
@@ -137,22 +151,39 @@ void DensePath::combine(const RowHandle& handle, const TensorView& z, const Tens
 
 void DensePath::return_slot_values(const RowHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times) {
   const PhaseScope scope(times, Phase::kCombine);
-  const ReceiveLayout& layout = handle.layout();
   const std::int64_t T = handle.exchange.plan.T, K = handle.exchange.plan.K, L = placement_.L();
-  std::vector<float> dense(static_cast<std::size_t>(layout.R() * L), 0.0f);
+  const std::vector<float> parts = return_columns(handle, slot_values);
+  for (std::int64_t i = 0; i < T * K; ++i) {
+    const std::int32_t id = handle.ids[static_cast<std::size_t>(i)];
+    const bool valid = is_route(id, placement_.E);
+    d_weights[i] = valid ? parts[static_cast<std::size_t>((placement_.rank_of(id) * T + i / K) * L + placement_.local_of(id))] : 0.0f;
+  }
+}
+
+void DensePath::return_map_values(const RowHandle& handle, const float* slot_values, const TensorView& d_map, PhaseTimes* times) {
+  const PhaseScope scope(times, Phase::kCombine);
+  const std::int64_t T = handle.exchange.plan.T, E = placement_.E, L = placement_.L();
+  const std::vector<float> parts = return_columns(handle, slot_values);
+  float* out = d_map.as<float>();
+  for (std::int64_t i = 0; i < T * E; ++i) {
+    const std::int64_t e = i % E;
+    out[i] = parts[static_cast<std::size_t>((placement_.rank_of(e) * T + i / E) * L + placement_.local_of(e))];
+  }
+}
+
+// Slot values as [P, T, L]: what each rank's local experts say about this rank's tokens; 0 where there is no slot.
+std::vector<float> DensePath::return_columns(const RowHandle& handle, const float* slot_values) {
+  const ReceiveLayout& layout = handle.layout();
+  const std::int64_t L = placement_.L();
+  std::vector<float> columns(static_cast<std::size_t>(layout.R() * L), 0.0f);
   for (std::int64_t l = 0; l < L; ++l) {
     const auto expert = static_cast<std::size_t>(l);
     for (std::int32_t s = layout.expert_offsets[expert]; s < layout.expert_offsets[expert] + layout.expert_counts[expert]; ++s) {
-      dense[static_cast<std::size_t>(layout.slot_row[static_cast<std::size_t>(s)] * L + l)] = slot_values[s];
+      columns[static_cast<std::size_t>(layout.slot_row[static_cast<std::size_t>(s)] * L + l)] = slot_values[s];
     }
   }
-  const std::vector<float> parts = scatter_rows(ep_, dense.data(), layout.row_offsets, L, "dense weight gradients");
-  for (std::int64_t i = 0; i < T * K; ++i) {
-    const std::int32_t id = handle.ids[static_cast<std::size_t>(i)];
-    const bool valid = id >= 0 && id < placement_.E;
-    d_weights[i] = valid ? parts[static_cast<std::size_t>((placement_.rank_of(id) * T + i / K) * L + placement_.local_of(id))] : 0.0f;
-  }
-  bytes_.weights += (layout.R() - T) * L * 4;
+  bytes_.weights += (layout.R() - handle.exchange.plan.T) * L * 4;
+  return scatter_rows(ep_, columns.data(), layout.row_offsets, L, "dense weight gradients");
 }
 
 }  // namespace waybill::moe

@@ -26,7 +26,7 @@ void MoeLayer::Impl::backward(const Backward& b) {
   recompute(b);
   backward_experts(b);
   if (config.shared_F > 0) backward_shared(b);
-  backward_router(b);
+  if ((b.step.dense_map_reasons & kDenseMapCallerMap) == 0) backward_router(b);
   count_bytes(path(b.step));
   expert_flops += 2 * moe::expert_forward_flops(config, b.step.slots);
 }
@@ -76,17 +76,27 @@ void MoeLayer::Impl::backward_experts(const Backward& b) {
   }
   rows_path.combine(b.saved.handle, d_rows, d_sent, b.times);
 
-  const int t = config.expert_tensor_parallel;
-  d_route_weights.resize(DType::kF32, {b.saved.T, config.K * t});
-  rows_path.return_slot_values(b.saved.handle, d_slot_weight.as<float>(), d_route_weights.as<float>(), b.times);
-  if (t > 1) {
-    d_weights.resize(DType::kF32, {b.saved.T, config.K});
-    moe::reduce_expanded(d_route_weights.as<float>(), b.saved.T, config.K, t, d_weights.as<float>());
-  }
+  return_weights(b);
   if (!latent) return;
   const PhaseScope scope(b.times, Phase::kShared);
   moe::project_backward_weight(d_latent_in, b.x, b.gradients.latent_down, stream);
   moe::project_backward_input(d_latent_in, b.parameters.latent_down, b.dx, /*accumulate=*/false, stream);
+}
+
+// d_slot_weight goes home: to the routes it belongs to, or to the caller's map.
+void MoeLayer::Impl::return_weights(const Backward& b) {
+  if ((b.step.dense_map_reasons & kDenseMapCallerMap) != 0) {
+    b.step.d_dense_map.resize(DType::kF32, {b.saved.T, config.E});
+    dense->return_map_values(b.saved.handle, d_slot_weight.as<float>(), b.step.d_dense_map, b.times);
+    return;
+  }
+  const int t = config.expert_tensor_parallel;
+  d_route_weights.resize(DType::kF32, {b.saved.T, config.K * t});
+  path(b.step).return_slot_values(b.saved.handle, d_slot_weight.as<float>(), d_route_weights.as<float>(), b.times);
+  if (t > 1) {
+    d_weights.resize(DType::kF32, {b.saved.T, config.K});
+    moe::reduce_expanded(d_route_weights.as<float>(), b.saved.T, config.K, t, d_weights.as<float>());
+  }
 }
 
 void MoeLayer::Impl::backward_shared(const Backward& b) {

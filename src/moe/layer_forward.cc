@@ -59,9 +59,12 @@ std::int64_t num_sequences(const std::vector<std::uint8_t>& mask, std::int64_t T
 }  // namespace
 
 void MoeLayer::Impl::forward(const Forward& f) {
-  choose(f);
+  if (f.options.dense_map)
+    take_map(f);
+  else
+    choose(f);
   reduce_counts(f);
-  if (f.options.training && has_losses()) compute_losses(f);
+  if (f.options.training && has_losses() && !f.options.dense_map) compute_losses(f);
   plan(f);
   if (f.step.valid) {
     run_experts(f);
@@ -87,6 +90,14 @@ void MoeLayer::Impl::check_forward(const MoeTensors& parameters, const TensorVie
     const Route& replay = *options.replay;
     WB_CHECK(replay.T() == T && replay.K() == config.K && replay.E() == config.E, "replayed routes are [T={}, K={}] over E={}, expected [T={}, K={}] over E={}",
              replay.T(), replay.K(), replay.E(), T, config.K, config.E);
+  }
+  if (options.dense_map) {
+    const TensorView& map = options.dense_map;
+    WB_CHECK(map.dtype == DType::kF32 && map.rank == 2 && map.shape[0] == T && map.shape[1] == config.E && map.is_contiguous(),
+             "dense_map must be f32 [T = {}, E = {}], got {}", T, config.E, map.describe());
+    WB_CHECK(options.replay == nullptr && config.capacity_factor == 0 && config.expert_tensor_parallel == 1,
+             "a dense map excludes replayed routes ({}), capacity_factor ({}) and expert_tensor_parallel ({})", options.replay != nullptr ? "given" : "none",
+             config.capacity_factor, config.expert_tensor_parallel);
   }
   if (options.training && config.sequence_coefficient > 0) {
     WB_CHECK(T % config.sequence_length == 0, "T = {} is not a multiple of sequence_length = {}", T, config.sequence_length);
@@ -148,6 +159,15 @@ void MoeLayer::Impl::choose(const Forward& f) {
   router_forward(config.router, inputs, outputs, stream);
 }
 
+// The caller's map stands in for the router: the route holds its counts and no ids.
+void MoeLayer::Impl::take_map(const Forward& f) {
+  const PhaseScope scope(f.times, Phase::kRouter);
+  f.step.route = Route(f.saved.T, config.K, config.E);
+  counts_unbiased.assign(static_cast<std::size_t>(config.E), 0);
+  const float* map = f.options.dense_map.as<float>();
+  for (std::int64_t i = 0; i < f.options.dense_map.size(); ++i) f.step.route.view().counts[i % config.E] += map[i] != 0.0f ? 1 : 0;
+}
+
 // One integer all-reduce over the world: counts, tokens, sequences, and whether any rank needs the dense-map path.
 void MoeLayer::Impl::reduce_counts(const Forward& f) {
   const PhaseScope scope(f.times, Phase::kPlan);
@@ -158,19 +178,21 @@ void MoeLayer::Impl::reduce_counts(const Forward& f) {
   if (unbiased) totals.insert(totals.end(), counts_unbiased.begin(), counts_unbiased.end());
   totals.push_back(valid_tokens(f.saved));
   totals.push_back(num_sequences(f.saved.padding_mask, f.saved.T, config.sequence_length));
+  totals.push_back(f.options.dense_map ? 1 : 0);
   totals.push_back(f.options.replay != nullptr && moe::has_duplicate_ids(f.step.route) ? 1 : 0);
   world.all_reduce(totals, ReduceOp::kSum, "moe counts");
 
   MoeStep& step = f.step;
-  const std::int64_t duplicates = totals.back();
+  const std::int64_t maps = totals[totals.size() - 2], duplicates = totals.back();
+  WB_CHECK(maps == 0 || maps == world.size(), "a dense map was given on {} of {} ranks: give it on every rank or on none", maps, world.size());
   step.counts.assign(totals.begin(), totals.begin() + config.E);
   step.loss_counts.assign(totals.begin() + (unbiased ? config.E : 0), totals.begin() + (unbiased ? 2 : 1) * config.E);
-  step.valid_tokens = static_cast<double>(totals[totals.size() - 3]);
-  step.dense_map_reasons = static_reasons | (duplicates > 0 ? kDenseMapDuplicateIds : kDenseMapNone);
+  step.valid_tokens = static_cast<double>(totals[totals.size() - 4]);
+  step.dense_map_reasons = static_reasons | (duplicates > 0 ? kDenseMapDuplicateIds : kDenseMapNone) | (maps > 0 ? kDenseMapCallerMap : kDenseMapNone);
   MoeStep::Saved& saved = f.saved;
   saved.aux_tokens = step.valid_tokens;
   saved.loss_tokens = f.options.loss_tokens > 0 ? f.options.loss_tokens : step.valid_tokens;
-  saved.loss_sequences = f.options.loss_sequences > 0 ? f.options.loss_sequences : static_cast<double>(totals[totals.size() - 2]);
+  saved.loss_sequences = f.options.loss_sequences > 0 ? f.options.loss_sequences : static_cast<double>(totals[totals.size() - 3]);
   saved.global_tokens = step.valid_tokens + f.options.accumulated_tokens;
   if (config.aux_coefficient != 0) saved.aux_counts = narrow(step.loss_counts, nullptr);
   if (config.global_coefficient != 0) saved.global_counts = narrow(step.loss_counts, f.options.accumulated_counts);
@@ -190,13 +212,8 @@ void MoeLayer::Impl::compute_losses(const Forward& f) {
   }
 }
 
-void MoeLayer::Impl::plan(const Forward& f) {
-  if (f.step.dense_map_reasons != kDenseMapNone) {
-    const std::string reasons = describe_dense_map(f.step.dense_map_reasons);
-    if (!config.allow_dense_map) WB_FAIL(ErrorCode::kUnsupported, "compact routes are not legal and allow_dense_map is off: {}", reasons);
-    warn_once("moe.dense_map:" + reasons, "MoE layer takes the dense-map path, which is slow: " + reasons);
-    if (f.options.training) ++dense_forwards;
-  }
+// The routes as they travel: cut to capacity, then expanded over the slices of F.
+moe::RowHandle MoeLayer::Impl::plan_routes(const Forward& f) {
   const RouteView* route = &f.step.route.view();
   std::int64_t pad_capacity = -1;  // 0 is a capacity: a rank without tokens takes part
   if (config.capacity_factor > 0) {
@@ -209,7 +226,17 @@ void MoeLayer::Impl::plan(const Forward& f) {
     moe::expand_route(*route, config.expert_tensor_parallel, expanded);
     route = &expanded.view();
   }
-  f.saved.handle = path(f.step).plan(*route, pad_capacity, f.times);
+  return path(f.step).plan(*route, pad_capacity, f.times);
+}
+
+void MoeLayer::Impl::plan(const Forward& f) {
+  if (f.step.dense_map_reasons != kDenseMapNone) {
+    const std::string reasons = describe_dense_map(f.step.dense_map_reasons);
+    if (!config.allow_dense_map) WB_FAIL(ErrorCode::kUnsupported, "compact routes are not legal and allow_dense_map is off: {}", reasons);
+    warn_once("moe.dense_map:" + reasons, "MoE layer takes the dense-map path, which is slow: " + reasons);
+    if (f.options.training) ++dense_forwards;
+  }
+  f.saved.handle = f.options.dense_map ? dense->plan_map(f.options.dense_map, f.times) : plan_routes(f);
   f.step.valid = f.saved.handle.exchange.valid;
   f.step.max_slot_demand = f.saved.handle.exchange.max_slot_demand;
   f.step.max_row_demand = f.saved.handle.exchange.max_row_demand;

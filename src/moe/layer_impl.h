@@ -61,9 +61,11 @@ struct MoeLayer::Impl {
   void check_forward(const MoeTensors& parameters, const TensorView& x, const TensorView& out, const MoeForwardOptions& options) const;
   MoeStep::Saved& prepare(MoeStep& step, const TensorView& x, const MoeForwardOptions& options);
   void choose(const Forward& f);
+  void take_map(const Forward& f);
   void reduce_counts(const Forward& f);
   void compute_losses(const Forward& f);
   void plan(const Forward& f);
+  moe::RowHandle plan_routes(const Forward& f);
   void run_experts(const Forward& f);
   void add_shared(const Forward& f);
   void finish(const Forward& f);
@@ -76,6 +78,7 @@ struct MoeLayer::Impl {
   void check_backward(const Backward& b) const;
   void recompute(const Backward& b);
   void backward_experts(const Backward& b);
+  void return_weights(const Backward& b);
   void backward_shared(const Backward& b);
   void backward_router(const Backward& b);
 

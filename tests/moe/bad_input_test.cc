@@ -160,6 +160,14 @@ TEST_F(MoeBadCall, ActivationsMasksAndRoutesAreChecked) {
   options_.replay = &replay;
   EXPECT_THAT(forward(), testing::AllOf(HasSubstr("K=1"), HasSubstr("K=2")));
   options_ = {};
+  std::vector<float> map(20);
+  options_.dense_map = TensorView::of(map.data(), {4, 5});
+  EXPECT_THAT(forward(), testing::AllOf(HasSubstr("dense_map"), HasSubstr("[T = 4, E = 4]"), HasSubstr("[4, 5]")));
+  const Route legal(4, 2, 4);
+  options_.dense_map = TensorView::of(map.data(), {4, 4});
+  options_.replay = &legal;
+  EXPECT_THAT(forward(), HasSubstr("excludes replayed routes"));
+  options_ = {};
   const std::vector<std::int64_t> counts(3);
   options_.accumulated_counts = &counts;
   EXPECT_THAT(forward(), testing::AllOf(HasSubstr("3 entries"), HasSubstr("E = 4")));

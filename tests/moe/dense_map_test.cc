@@ -74,6 +74,72 @@ TEST(MoeDenseMap, ARowThatNamesAnExpertTwiceSumsBothWeights) {
   }
 }
 
+// A caller's map with the router's own routes gives the router's output; its gradient is that of the weights; any number of experts
+// a token is legal.
+TEST(MoeDenseMap, ACallersMapReplacesTheRouter) {
+  MoeConfig c = small_config(4, 2);
+  c.shared_F = 2, c.aux_coefficient = 0.1f;
+  const Weights<float> w = random_weights(c, 340);
+  const Batch batch = random_batch(c, {3, 0}, 341);
+  std::vector<float> map{0.5f, 0, 0, 0.25f, 0, 0, 0, 0, 0.1f, 0.2f, 0.3f, 0.4f};
+  std::vector<float> d_map, out;
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    RankRun rank(c, 2, fabric.rank(), w, batch);
+    RunOptions options;
+    options.forward.dense_map = TensorView::of(map.data(), {rank.T, 4});
+    rank.run(layer, c, batch, options);
+    EXPECT_EQ(rank.step.counts, (std::vector<std::int64_t>{2, 1, 1, 2}));
+    EXPECT_EQ(rank.step.dense_map_reasons, kDenseMapCallerMap);
+    EXPECT_EQ(rank.step.losses.aux, 0.0);
+    for (const float value : rank.gradients.w.gate) EXPECT_EQ(value, 0.0f);
+    if (fabric.rank() == 0) {
+      out = rank.out;
+      d_map.assign(rank.step.d_dense_map.as<float>(), rank.step.d_dense_map.as<float>() + 12);
+    }
+  });
+  // One expert at a time with weight 1 (K = 1, renormalised) plus the shared expert: out = shared + sum_e map[e] * f_e(x).
+  MoeConfig single = c;
+  single.K = 1, single.aux_coefficient = 0;
+  MoeConfig routed = single;
+  routed.shared_F = 0;
+  const Weights<double> wd = to_double(w);
+  OracleInputs in = oracle_inputs(single, batch, {-1, -1, -1});
+  const std::vector<double> shared = Oracle(single).forward(wd, in).out;
+  std::vector<double> expected = shared, expected_d_map(12, 0.0);
+  for (std::int32_t e = 0; e < 4; ++e) {
+    in.ids = {e, e, e};
+    const std::vector<double> alone = Oracle(routed).forward(wd, in).out;
+    for (std::size_t i = 0; i < 18; ++i) {
+      const std::size_t at = i / 6 * 4 + static_cast<std::size_t>(e);
+      expected[i] += static_cast<double>(map[at]) * alone[i];
+      if (map[at] != 0.0f) expected_d_map[at] += static_cast<double>(batch.d_out[i]) * alone[i];
+    }
+  }
+  EXPECT_LE(relative_error(out, expected), 1e-5);
+  EXPECT_LE(relative_error(d_map, expected_d_map), 1e-5);
+}
+
+TEST(MoeDenseMap, ACallersMapOnSomeRanksOnlyIsRefused) {
+  const MoeConfig c = small_config(4, 2);
+  const Weights<float> w = random_weights(c, 350);
+  const Batch batch = random_batch(c, {2, 2}, 351);
+  std::vector<float> map(8, 0.5f);
+  std::string message;
+  try {
+    run_ranks(2, [&](Fabric& fabric) {
+      MoeLayer layer(c, fabric, fabric);
+      RankRun rank(c, 2, fabric.rank(), w, batch);
+      RunOptions options;
+      if (fabric.rank() == 0) options.forward.dense_map = TensorView::of(map.data(), {2, 4});
+      rank.run(layer, c, batch, options);
+    });
+  } catch (const Error& error) {
+    message = error.what();
+  }
+  EXPECT_THAT(message, testing::HasSubstr("1 of 2 ranks"));
+}
+
 // Capacity 1 of 8 routes: experts 0..3 take one route each from each rank; first choices go first, then earlier tokens.
 TEST(MoeCapacity, RoutesBeyondCapacityAreDroppedFirstChoicesFirst) {
   MoeConfig c = small_config(4, 2);
