@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
+#   scripts/gpu_build.sh OUT [program ...]     programs: test_cuda_router test_cuda_fabric bench_cuda_router (default: all)
+# WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
+# Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=$1
+shift
+deps=${WAYBILL_GPU_DEPS:-}
+include="-Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include}"
+nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
+cuda_include=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/include
+arch=${WAYBILL_GPU_ARCH:--gencode=arch=compute_90a,code=sm_90a}
+cxx_flags="-std=c++20 -O2 -DFMT_HEADER_ONLY=1 -ffp-contract=off -fno-math-errno -pthread $include -isystem $cuda_include"
+cu_flags="-std=c++20 -O3 -DFMT_HEADER_ONLY=1 $arch -fmad=false -lineinfo -Xptxas=-v --expt-relaxed-constexpr --extended-lambda -Xcompiler=-ffp-contract=off $include"
+library="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/implementation.cc src/core/log.cc src/core/status.cc src/core/tensor.cc
+  src/core/thread_pool.cc src/core/workspace.cc src/route/route.cc $(ls src/ops/router/*.cc src/core/cuda/*.cc src/ops/router/cuda/*.cc)
+  $(ls src/fabric/cuda_local/*.cc 2>/dev/null || true) $(ls src/ops/router/cuda/*.cu src/fabric/cuda_local/*.cu 2>/dev/null || true) tests/cuda/device_random.cu"
+declare -A sources=(
+  [test_cuda_router]="tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/main.cc"
+  [test_cuda_fabric]="tests/cuda/fabric_test.cc tests/cuda/core_test.cc tests/cuda/main.cc"
+  [bench_cuda_router]="bench/cuda/router_bench.cc"
+)
+programs=("$@")
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric bench_cuda_router)
+all=$library
+for program in "${programs[@]}"; do
+  for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done
+done
+mkdir -p "$out/obj"
+compile() {
+  local source=$1 object
+  object=$out/obj/$(echo "$1" | tr '/' '_').o
+  case $source in
+    *.cu) python3 cmake/check_ptxas.py "$nvcc" $cu_flags -c "$source" -o "$object" ;;
+    *) g++ $cxx_flags -c "$source" -o "$object" ;;
+  esac
+}
+export -f compile
+export out nvcc cu_flags cxx_flags
+# The longest compiles first.
+printf '%s\n' $all | sort -u | awk '{print ($0 ~ /warp_long/ ? 0 : ($0 ~ /\.cu$/ ? 1 : 2)), $0}' | sort -n | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} bash -c 'compile {} || exit 255'
+objects() { for file in "$@"; do [ -f "$file" ] && echo "$out/obj/$(echo "$file" | tr '/' '_').o"; done; }
+for program in "${programs[@]}"; do
+  g++ -o "$out/$program" $(objects $library ${sources[$program]}) ${deps:+-L$deps/lib} -lgtest -lgmock -L"$(dirname "$cuda_include")/lib64" -lcudart_static -ldl -lrt -pthread \
+    -static-libstdc++ -static-libgcc
+done

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <fstream>
+
+#include "bench_loads.h"
+#include "bench_measure.h"
+#include "bench_problem.h"
+#include "bench_record.h"
+#include "waybill/error.h"
+
+namespace waybill::cli {
+namespace {
+
+const std::string kShapes = std::string(WAYBILL_SOURCE_DIR) + "/bench/shapes/moe.toml";
+
+TEST(BenchStatistics, PercentilesOfKnownSamples) {
+  std::vector<double> samples;
+  for (int i = 100; i >= 0; --i) samples.push_back(i);
+  const Timing timing = summarise(samples);
+  EXPECT_EQ(timing.iterations, 101);
+  EXPECT_DOUBLE_EQ(timing.min_us, 0);
+  EXPECT_DOUBLE_EQ(timing.p50_us, 50);
+  EXPECT_DOUBLE_EQ(timing.p90_us, 90);
+  EXPECT_DOUBLE_EQ(timing.p99_us, 99);
+  EXPECT_DOUBLE_EQ(timing.spread(), 80.0 / 50);
+  EXPECT_DOUBLE_EQ(percentile({1, 2}, 0.5), 1.5);
+  EXPECT_EQ(percentile({}, 0.5), 0);
+}
+
+TEST(BenchStatistics, TheSlowestRankIsNamed) {
+  BenchOptions options;
+  options.iterations = 5;
+  options.seconds = 1e-6;
+  std::vector<Timing> timings(3);
+  run_ranks(3, [&](Fabric& fabric) {
+    timings[static_cast<std::size_t>(fabric.rank())] = measure_ranks(options, fabric, [&] {
+      if (fabric.rank() == 1) usleep(20000);
+    });
+  });
+  for (const Timing& timing : timings) {
+    EXPECT_EQ(timing.slowest_rank, 1);
+    EXPECT_EQ(timing.iterations, 5);
+    EXPECT_GE(timing.min_us, 20000);
+  }
+}
+
+TEST(BenchShapes, TheSharedFileIsReadAndEveryShapeIsLegal) {
+  const std::vector<BenchShape> shapes = load_shapes(kShapes);
+  std::vector<std::string> names;
+  for (const BenchShape& shape : shapes) {
+    names.push_back(shape.name);
+    BenchOptions options;
+    options.shapes_file = kShapes;
+    options.shape = shape.name;
+    EXPECT_EQ(options.resolve().E, shape.E);
+  }
+  EXPECT_THAT(names, ::testing::IsSupersetOf({"deepseek-v3", "gpt-oss", "qwen2-moe", "kimi-k2.5", "sparse-2304"}));
+}
+
+TEST(BenchShapes, BadShapesAreRefusedWithFileAndName) {
+  const std::string path = ::testing::TempDir() + "/shapes_" + std::to_string(getpid()) + ".toml";
+  const auto error_of = [&](const std::string& text) -> std::string {
+    std::ofstream(path) << text;
+    try {
+      load_shapes(path);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_THAT(error_of("[[shape]]\nname = 'a'\nE = 4\nK = 0\n"), ::testing::AllOf(::testing::HasSubstr(path), ::testing::HasSubstr("shape a: K is 0")));
+  EXPECT_THAT(error_of("[[shape]]\nname = 'a'\nEE = 4\n"), ::testing::HasSubstr("unknown key 'EE'"));
+  EXPECT_THAT(error_of("x = 1\n"), ::testing::HasSubstr("no [[shape]]"));
+  EXPECT_THAT(error_of("[[shape\n"), ::testing::HasSubstr(path + ":1"));
+  unlink(path.c_str());
+}
+
+// Every named load: rows conserved, ids distinct, the same tokens at any P, and the record says what the load was.
+TEST(BenchLoads, F30_RowsAreConservedAndReportedForEveryLoad) {
+  for (const char* name : {"W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9"}) {
+    BenchOptions options;
+    options.load = name;
+    options.seed = 5;
+    std::vector<std::int64_t> expected;
+    for (const int P : {1, 2, 4}) {
+      BenchShape shape;
+      shape.E = shape.router.E = 64;
+      shape.K = shape.router.K = 4;
+      shape.T = 128 / P;
+      shape.P = P;
+      const std::vector<Route> routes = make_load(options, shape, 3);
+      const LoadSummary load = summarise_load(name, views_of(routes), 16);
+      std::int64_t tokens = 0;
+      std::vector<std::int64_t> counts(64);
+      for (const Route& route : routes) {
+        EXPECT_NO_THROW(validate(route.view())) << name;
+        tokens += route.T();
+        for (std::int64_t e = 0; e < 64; ++e) counts[static_cast<std::size_t>(e)] += route.view().counts[e];
+      }
+      EXPECT_EQ(load.real_rows, tokens * 4) << name;
+      EXPECT_GE(load.padded_rows, load.real_rows) << name;
+      EXPECT_NEAR(load.expert_rows.mean, static_cast<double>(tokens) * 4 / 64, 1e-9) << name;
+      EXPECT_NEAR(load.rank_slots.mean * P, static_cast<double>(tokens) * 4, 1e-6) << name;
+      EXPECT_LE(load.rank_rows.max, static_cast<double>(tokens)) << name;
+      if (expected.empty()) expected = counts;
+      EXPECT_EQ(counts, expected) << name << " at P = " << P;
+    }
+  }
+}
+
+// Case F30 part a: 8 tokens, E 256, K 8, P 16, balanced: 4 rows for each of 16 ranks, 64 in all.
+TEST(BenchLoads, F30_BalancedLoadOf8TokensReachesEveryRankEqually) {
+  BenchOptions options;
+  options.load = "balanced";
+  BenchShape shape;
+  shape.E = shape.router.E = 256;
+  shape.K = shape.router.K = 8;
+  shape.T = 8;
+  shape.P = 1;
+  const std::vector<Route> routes = make_load(options, shape);
+  std::vector<std::int64_t> rank_slots(16);
+  for (std::int64_t e = 0; e < 256; ++e) rank_slots[static_cast<std::size_t>(e / 16)] += routes[0].view().counts[e];
+  EXPECT_EQ(rank_slots, std::vector<std::int64_t>(16, 4));
+  EXPECT_EQ(summarise_load("balanced", views_of(routes)).real_rows, 64);
+}
+
+// Case F30 part b: 255 experts with 32 rows and one with 4096, tiles of 128 rows: 287 tiles hold work; a common size would need 8192.
+TEST(BenchLoads, F30_PaddedRowsFollowTheSumOfTilesNotTheHottestExpert) {
+  constexpr std::int64_t E = 256, tile = 128;
+  std::vector<std::int32_t> ids;
+  for (std::int32_t e = 0; e < E; ++e) ids.insert(ids.end(), e == 0 ? 4096 : 32, e);
+  const Route route = Route::from_ids(static_cast<std::int64_t>(ids.size()), 1, E, ids);
+  const LoadSummary load = summarise_load("hot", {route.view()}, tile);
+  EXPECT_EQ(load.padded_rows / tile, 287);
+  EXPECT_EQ(E * ((static_cast<std::int64_t>(load.expert_rows.max) + tile - 1) / tile), 8192);
+}
+
+TEST(BenchReport, F30_ARecordStatesLoadRowsPercentilesAndSlowestRank) {
+  BenchOptions options;
+  options.load = "zipf";
+  BenchShape shape;
+  shape.E = shape.router.E = 16;
+  shape.K = shape.router.K = 2;
+  shape.H = shape.F = 8;
+  shape.T = 32;
+  shape.P = 2;
+  BenchReport report(options, shape, 1);
+  BenchRecord record;
+  record.op = "exchange";
+  record.variant = "round trip";
+  record.timing = summarise({1, 2, 3});
+  record.timing.slowest_rank = 1;
+  record.load = summarise_load(options.load, views_of(make_load(options, shape)));
+  report.set_checked(true);
+  report.add(record);
+  const nlohmann::json json = report.to_json();
+  const nlohmann::json& row = json.at("records").at(0);
+  for (const char* key :
+       {"op",        "case",        "variant",       "metric", "unit",         "value",         "spread", "floor", "target",        "peers",
+        "evidence",  "checked",     "p50",           "p90",    "p99",          "iterations",    "load",   "seed",  "rows_per_rank", "rows_per_expert",
+        "real_rows", "padded_rows", "plan_included", "sms",    "slowest_rank", "implementation"}) {
+    EXPECT_TRUE(row.contains(key)) << key;
+  }
+  for (const char* key : {"rows_per_rank", "rows_per_expert"}) {
+    for (const char* part : {"min", "mean", "max"}) EXPECT_TRUE(row.at(key).contains(part)) << key << "." << part;
+  }
+  EXPECT_EQ(row.at("value"), 2.0);
+  EXPECT_EQ(row.at("checked"), true);
+  EXPECT_EQ(row.at("slowest_rank"), 1);
+  EXPECT_EQ(row.at("real_rows"), 128);
+  for (const char* key : {"commit", "date", "gpu", "cpu", "simd", "usable_cores"}) EXPECT_TRUE(json.at("header").contains(key)) << key;
+}
+
+}  // namespace
+}  // namespace waybill::cli

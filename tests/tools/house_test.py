@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the house around the engine: configuring, installing, the archive, scripts. Run by ctest, one test a name:
+house_test.py SOURCE BUILD CMAKE TestClass.test_name"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SOURCE = BUILD = CMAKE = None
+
+
+def run(*command, **options):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, errors="replace", **options)
+
+
+class HouseTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="waybill_house_"))
+        self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def configure(self, *options):
+        """Output of a configuration that must fail."""
+        result = run(CMAKE, "-S", SOURCE, "-B", self.folder / "build", "-G", "Ninja", "-DWAYBILL_CUDA=OFF", *options)
+        self.assertNotEqual(result.returncode, 0, result.stdout)
+        return re.sub(r"\s+", " ", result.stdout + result.stderr)
+
+    def needed_libraries(self, path):
+        return re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", path).stdout)
+
+
+class Configure(HouseTest):
+    def test_F29_names_a_missing_dependency(self):
+        for package, debian in (("fmt", "libfmt-dev"), ("CLI11", "libcli11-dev"), ("tomlplusplus", "libtomlplusplus-dev")):
+            output = self.configure(f"-DCMAKE_DISABLE_FIND_PACKAGE_{package}=ON")
+            self.assertRegex(output, rf"{package} +is missing: needed for")
+            self.assertIn(debian, output)
+
+    def test_F29_reports_libraries_without_headers(self):
+        decoy = self.folder / "decoy"
+        (decoy / "lib").mkdir(parents=True)
+        (decoy / "lib" / "libfmt.so").write_bytes(b"")
+        self.assertRegex(self.configure(f"-DCMAKE_PREFIX_PATH={decoy}"), r"fmt in \S+decoy is incomplete: .*libfmt\.so but not include/fmt/format\.h")
+
+    def test_F29_reports_a_package_file_whose_headers_are_gone(self):
+        decoy = self.folder / "decoy"
+        decoy.mkdir()
+        (decoy / "fmt-config.cmake").write_text(
+            "add_library(fmt::fmt INTERFACE IMPORTED)\n"
+            f'set_target_properties(fmt::fmt PROPERTIES INTERFACE_INCLUDE_DIRECTORIES "{decoy}/include")\n', encoding="utf-8")  # fmt: skip
+        self.assertRegex(self.configure(f"-Dfmt_DIR={decoy}"), r"fmt is incomplete: .*fmt/format\.h is not in")
+
+    def test_F29_cuda_on_without_nvcc_is_refused(self):
+        environment = {**os.environ, "PATH": "/usr/bin:/bin"}
+        environment.pop("CUDACXX", None)
+        result = run(CMAKE, "-S", SOURCE, "-B", self.folder / "build", "-G", "Ninja", "-DWAYBILL_CUDA=ON", "-DCMAKE_CUDA_COMPILER=", env=environment)
+        self.assertNotEqual(result.returncode, 0)
+        self.assertRegex(re.sub(r"\s+", " ", result.stderr), r"no nvcc was found|CUDA")
+
+
+class Install(HouseTest):
+    def test_F29_installed_package_builds_and_runs_a_c_and_a_cpp_program(self):
+        prefix = self.folder / "prefix"
+        result = run(CMAKE, "--install", BUILD, "--prefix", prefix)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        project, build = pathlib.Path(SOURCE) / "tests/tools/install_test", self.folder / "use"
+        result = run(CMAKE, "-S", project, "-B", build, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        result = run(CMAKE, "--build", build)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        for program in ("use_c", "use_cpp"):
+            result = run(build / program)
+            self.assertEqual(result.returncode, 0, program + result.stdout + result.stderr)
+        result = run(prefix / "bin" / "waybill", "--version")
+        self.assertRegex(result.stdout, r"\d+\.\d+\.\d+")
+        self.assertTrue((prefix / "share/waybill/configs/demo.toml").is_file())
+
+    def test_F29_libraries_need_no_mpi_or_network_library(self):
+        libraries = sorted(pathlib.Path(BUILD).glob("src/capi/libwaybill.so")) + sorted(pathlib.Path(BUILD).glob("tools/waybill/waybill"))
+        self.assertEqual(len(libraries), 2)
+        for path in libraries:
+            needed = self.needed_libraries(path)
+            self.assertTrue(any(name.startswith("libc.so") for name in needed), needed)
+            for name in needed:
+                self.assertNotRegex(name, r"mpi|nvshmem|ucx|ibverbs|fabric|nccl|cuda", f"{path} needs {name}")
+
+
+class Archive(HouseTest):
+    def test_F29_release_archive_builds_on_its_own(self):
+        if not (pathlib.Path(SOURCE) / ".git").exists():
+            self.skipTest("not a git checkout: this is the archive")
+        archive = self.folder / "waybill.tar"
+        result = run("git", "-C", SOURCE, "archive", "--format=tar", "--prefix=waybill/", f"--output={archive}", "HEAD")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(run("tar", "-xf", archive, "-C", self.folder).returncode, 0)
+        source, build = self.folder / "waybill", self.folder / "build"
+        result = run(CMAKE, "-S", source, "-B", build, "-G", "Ninja", "-DWAYBILL_CUDA=OFF", "-DWAYBILL_MPI=OFF", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        result = run(CMAKE, "--build", build, "--target", "waybill")
+        self.assertEqual(result.returncode, 0, result.stdout[-4000:] + result.stderr)
+        result = run(build / "tools/waybill/waybill", "inspect", "model", source / "configs/demo.toml")
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+
+
+class Scripts(HouseTest):
+    def test_demo_refuses_a_text_that_is_not_there(self):
+        result = run("bash", pathlib.Path(SOURCE) / "scripts/demo.sh", "--text", self.folder / "missing.txt", cwd=self.folder)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("no such file or folder", result.stderr)
+
+    def test_unknown_options_are_refused(self):
+        for script in ("demo.sh", "test.sh", "sanitize.sh"):
+            result = run("bash", pathlib.Path(SOURCE) / "scripts" / script, "--no-such-option", cwd=self.folder)
+            self.assertEqual(result.returncode, 2, script)
+            self.assertIn("--no-such-option", result.stderr)
+
+    def test_layer_check_finds_an_upward_include(self):
+        tree = self.folder / "tree"
+        for name in ("include/waybill", "src/core", "src/moe", "scripts", "tools", "bench", "tests", "bindings"):
+            (tree / name).mkdir(parents=True)
+        shutil.copy(pathlib.Path(SOURCE) / "scripts/check_layers.py", tree / "scripts")
+        (tree / "include/waybill/moe.h").write_text("#pragma once\n", encoding="utf-8")
+        bad = tree / "src/core/bad.cc"
+        bad.write_text('#include "waybill/error.h"\n#include "waybill/moe.h"\n#include <cuda_runtime.h>\n#include <torch/torch.h>\n', encoding="utf-8")
+        result = run(sys.executable, tree / "scripts/check_layers.py")
+        self.assertEqual(result.returncode, 1)
+        for text in ("src/core/bad.cc:2: core includes waybill/moe.h of moe", "CUDA header cuda_runtime.h", "framework header torch/torch.h"):
+            self.assertIn(text, result.stdout)
+        bad.unlink()
+        self.assertEqual(run(sys.executable, tree / "scripts/check_layers.py").returncode, 0)
+
+
+if __name__ == "__main__":
+    SOURCE, BUILD, CMAKE, *names = sys.argv[1:]
+    suite = unittest.defaultTestLoader.loadTestsFromNames(names, module=sys.modules["__main__"])
+    outcome = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
+    if outcome.skipped and not outcome.failures and not outcome.errors:
+        sys.exit(77)
+    sys.exit(0 if outcome.wasSuccessful() and outcome.testsRun == len(names) else 1)

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "commands.h"
+#include "inspect_verbs.h"
+#include "waybill/error.h"
+#include "waybill/route_io.h"
+
+namespace waybill::cli {
+namespace {
+
+class Inspect : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = std::filesystem::path(::testing::TempDir()) / ("inspect_" + std::to_string(getpid()));
+    std::filesystem::create_directories(folder_);
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+  void write(const std::string& text) { std::ofstream(folder_ / "metrics.jsonl") << text; }
+
+  // Standard output of `waybill ARGUMENTS`.
+  static std::string run(std::vector<std::string> arguments) {
+    CLI::App app{"test", "waybill"};
+    register_inspect_command(app);
+    register_simulate_command(app);
+    std::reverse(arguments.begin(), arguments.end());
+    ::testing::internal::CaptureStdout();
+    try {
+      app.parse(arguments);
+    } catch (...) {
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    return ::testing::internal::GetCapturedStdout();
+  }
+
+  std::filesystem::path folder_;
+};
+
+constexpr const char* kStep =
+    R"({"kind":"step","step":1,"loss":2.5,"tokens_per_s":10,"phase_ms":{"router":1,"combine":3},"layers":[{"layer":2,"counts":[6,1,1,0],"rank_slots":[7,1]}]})";
+
+TEST_F(Inspect, LoadNamesTheHottestExpertAndTheImbalance) {
+  write(std::string(kStep) + "\n");
+  const std::string text = run({"inspect", "load", folder_.string()});
+  EXPECT_THAT(text, ::testing::HasSubstr("0 (75.0%)"));
+  EXPECT_THAT(text, ::testing::ContainsRegex("3\\.00 +1\\.75"));  // 6 over mean 2; 7 over mean 4
+  EXPECT_THAT(text, ::testing::HasSubstr("|611 |"));
+}
+
+TEST_F(Inspect, RunShowsPhasesByTime) {
+  write(std::string(R"({"kind":"header","name":"tiny","world":4})") + "\n" + kStep + "\n" + R"({"kind":"eval","step":1,"loss":2.25})" + "\n");
+  const std::string text = run({"inspect", "run", folder_.string()});
+  EXPECT_THAT(text, ::testing::HasSubstr("2.25"));
+  EXPECT_LT(text.find("combine"), text.find("router"));
+  EXPECT_THAT(text, ::testing::HasSubstr("75.0%"));
+}
+
+TEST_F(Inspect, BrokenRunFoldersAreErrorsWithFileAndLine) {
+  const auto error_of = [&](const std::string& verb) -> std::string {
+    try {
+      run({"inspect", verb, folder_.string()});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kIo);
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_THAT(error_of("run"), ::testing::HasSubstr("metrics.jsonl is missing"));
+  write("");
+  EXPECT_THAT(error_of("run"), ::testing::HasSubstr("no step yet"));
+  write(std::string("{broken\n") + kStep + "\n");
+  EXPECT_THAT(error_of("load"), ::testing::HasSubstr("metrics.jsonl:1"));
+  write(std::string(kStep) + "\n{\"kind\": \"st");  // torn last line: the run was killed
+  EXPECT_EQ(error_of("load"), "accepted");
+  std::filesystem::remove_all(folder_);
+  EXPECT_THAT(error_of("run"), ::testing::HasSubstr("no such run folder"));
+}
+
+TEST_F(Inspect, RouteFileIsSummarisedPerRank) {
+  const Route route = Route::from_ids(3, 2, 4, std::vector<std::int32_t>{0, 2, 3, 1, 2, 3});
+  const std::string path = (folder_ / "a.route").string();
+  save_route(path, route.view());
+  const nlohmann::json json = nlohmann::json::parse(run({"inspect", "route", path, "-P", "2", "--json"}));
+  EXPECT_EQ(json.at("rank_rows"), nlohmann::json({2, 3}));
+  EXPECT_EQ(json.at("counts"), nlohmann::json({1, 1, 2, 2}));
+  EXPECT_THAT(run({"inspect", "route", path, "-P", "2"}), ::testing::HasSubstr("rank"));
+  EXPECT_THROW(run({"inspect", "route", path, "-P", "3"}), Error);
+  EXPECT_THROW(run({"inspect", "route", path + ".missing"}), Error);
+}
+
+TEST_F(Inspect, ModelAgreesWithPublishedSizes) {
+  const std::string configs = std::string(WAYBILL_SOURCE_DIR) + "/configs/";
+  const nlohmann::json json = nlohmann::json::parse(run({"inspect", "model", configs + "deepseek-v3.toml", "--json"}));
+  EXPECT_NEAR(json.at("parameters").at("total").get<double>() / 1e9, 671.0, 0.5);
+  EXPECT_NEAR(json.at("flops_per_token").at("total").get<double>() / 1e9, 260.0, 0.1);
+}
+
+TEST_F(Inspect, SimulatePrintsTheModelWithItsLabel) {
+  const std::string text = run({"simulate", "exchange", "-P", "2"});
+  EXPECT_THAT(text, ::testing::StartsWith("model:"));
+  EXPECT_THAT(text, ::testing::ContainsRegex("rank +0\\.997 +58\\.5 MB"));
+}
+
+}  // namespace
+}  // namespace waybill::cli
