@@ -72,25 +72,30 @@ static WB_SIMD_INLINE Floats keep_first(Floats v, std::int64_t n, float other) {
   return lane < static_cast<std::int32_t>(n) ? v : splat(other);
 }
 
-// Fixed order: lane l with l+8, then +4, +2, +1.
-static WB_SIMD_INLINE float sum(Floats v) {
-  float x[kLanes];
-  store(x, v);
-  for (int width = 8; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) x[l] += x[l + width];
-  return x[0];
-}
-static WB_SIMD_INLINE float max(Floats v) {
-  float x[kLanes];
-  store(x, v);
-  for (int width = 8; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) x[l] = x[l] > x[l + width] ? x[l] : x[l + width];
-  return x[0];
-}
 static WB_SIMD_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
+// Lane l holds lane l + shift of v; what wraps around is not used.
+template <int shift>
+static WB_SIMD_INLINE Floats down(Floats v) {
+  return __builtin_shufflevector(v, v, shift, shift + 1, shift + 2, shift + 3, shift + 4, shift + 5, shift + 6, shift + 7, shift + 8, shift + 9, shift + 10,
+                                 shift + 11, shift + 12, shift + 13, shift + 14, shift + 15);
+}
+// Fixed order: lane l with l + 8, then + 4, + 2, + 1.
+static WB_SIMD_INLINE float sum(Floats v) {
+  v += down<8>(v);
+  v += down<4>(v);
+  v += down<2>(v);
+  return v[0] + v[1];
+}
+static WB_SIMD_INLINE float max(Floats v) {
+  v = max(v, down<8>(v));
+  v = max(v, down<4>(v));
+  v = max(v, down<2>(v));
+  return v[0] > v[1] ? v[0] : v[1];
+}
+
 // e^x to about 1 ulp for x <= 88, any value above; exactly 0 for x < -87.3 and for -Inf; NaN stays NaN.
-// x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a polynomial of degree 6; 2^n by the exponent bits.
+// x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a polynomial (the coefficients of Cephes expf); 2^n by the exponent bits.
 static WB_SIMD_INLINE Floats exp(Floats x) {
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
   const Floats low = splat(-87.3f);
