@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// CPU matmuls: GFLOP/s of valid rows (2 * S * N * C), per implementation, one thread unless the name says otherwise. The arguments in a name are
+// groups, rows a group, N, C. Peers (oneDNN, one sgemm call a group) run in the same process where the library was found; pin them to
+// one thread with OMP_NUM_THREADS=1. The rate divides by the thread's CPU time, so a busy machine disturbs it little.
+#include <benchmark/benchmark.h>
+
+#include <string>
+#include <vector>
+
+#include "ops/gemm/kernel.h"
+#include "waybill/activation.h"
+#include "waybill/grouped_gemm.h"
+#include "waybill/random.h"
+
+#if defined(WAYBILL_BENCH_DNNL)
+#include <dnnl.h>
+#endif
+
+namespace waybill {
+namespace {
+
+enum class Op { kForward, kDgrad, kWgrad };
+
+void fill(const Tensor& tensor, std::uint64_t key) {
+  for (std::int64_t i = 0; i < tensor.size(); ++i) {
+    const float x = random_uniform(key, static_cast<std::uint64_t>(i)) - 0.5f;
+    if (tensor.view().dtype == DType::kF32) {
+      tensor.as<float>()[i] = x;
+    } else {
+      tensor.as<bf16>()[i] = bf16(x);
+    }
+  }
+}
+
+struct Problem {
+  std::int64_t L, rows, S, N, C;
+  Tensor a, dy, weights, y, da, d_weights, offsets;
+
+  Problem(const benchmark::State& state, DType dtype)
+      : L(state.range(0)),
+        rows(state.range(1)),
+        S(L * rows),
+        N(state.range(2)),
+        C(state.range(3)),
+        a(dtype, {S, C}),
+        dy(dtype, {S, N}),
+        weights(dtype, {L, N, C}),
+        y(DType::kF32, {S, N}),
+        da(DType::kF32, {S, C}),
+        d_weights(Tensor::zeros(DType::kF32, {L, N, C})),
+        offsets(DType::kI32, {L + 1}) {
+    fill(a, 1);
+    fill(dy, 2);
+    fill(weights, 3);
+    for (std::int64_t g = 0; g <= L; ++g) offsets.as<std::int32_t>()[g] = static_cast<std::int32_t>(g * rows);
+  }
+  void run(Op op, ThreadPool* pool) {
+    const Stream stream = Stream::cpu(pool);
+    if (op == Op::kForward) grouped_gemm({a, weights, offsets, y, WeightLayout::kLNC, {}, {}, false}, stream);
+    if (op == Op::kDgrad) grouped_gemm_dgrad({dy, weights, offsets, da, WeightLayout::kLNC, false}, stream);
+    if (op == Op::kWgrad) grouped_gemm_wgrad({a, dy, offsets, d_weights, WeightLayout::kLNC, {}, {}, true}, stream);
+  }
+  void report(benchmark::State& state) const {
+    const double flops = 2.0 * static_cast<double>(S) * static_cast<double>(N) * static_cast<double>(C);
+    state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
+  }
+};
+
+void grouped(benchmark::State& state, Op op, DType dtype, const std::string& implementation, int threads) {
+  detail::force_gemm(implementation.c_str());
+  Problem problem(state, dtype);
+  ThreadPool pool(threads);
+  for (auto _ : state) problem.run(op, threads > 1 ? &pool : nullptr);
+  problem.report(state);
+  detail::force_gemm("");
+}
+
+#if defined(WAYBILL_BENCH_DNNL)
+// The per-group loop a user of oneDNN writes: row-major sgemm with a transposed weight.
+void dnnl_forward(benchmark::State& state) {
+  Problem p(state, DType::kF32);
+  for (auto _ : state) {
+    for (std::int64_t g = 0; g < p.L; ++g) {
+      dnnl_sgemm('N', 'T', p.rows, p.N, p.C, 1.0f, p.a.as<float>() + g * p.rows * p.C, p.C, p.weights.as<float>() + g * p.N * p.C, p.C, 0.0f,
+                 p.y.as<float>() + g * p.rows * p.N, p.N);
+    }
+  }
+  p.report(state);
+}
+
+void dnnl_wgrad(benchmark::State& state) {
+  Problem p(state, DType::kF32);
+  for (auto _ : state) {
+    for (std::int64_t g = 0; g < p.L; ++g) {
+      dnnl_sgemm('T', 'N', p.N, p.C, p.rows, 1.0f, p.dy.as<float>() + g * p.rows * p.N, p.N, p.a.as<float>() + g * p.rows * p.C, p.C, 1.0f,
+                 p.d_weights.as<float>() + g * p.N * p.C, p.C);
+    }
+  }
+  p.report(state);
+}
+#endif
+
+void activation(benchmark::State& state, Activation kind, bool backward) {
+  const std::int64_t S = 512, F = 256;
+  const ActivationConfig config{kind};
+  const std::int64_t width = activation_input_width(config, F);
+  Tensor h(DType::kF32, {S, width}), a(DType::kF32, {S, F}), dh(DType::kF32, {S, width});
+  fill(h, 4);
+  std::vector<float> weight(static_cast<std::size_t>(S), 0.5f), d_weight(static_cast<std::size_t>(S));
+  activation_forward(config, h, weight.data(), a);
+  for (auto _ : state) {
+    if (backward) {
+      activation_backward(config, h, weight.data(), a, dh, d_weight.data());
+    } else {
+      activation_forward(config, h, weight.data(), a);
+    }
+  }
+  state.SetItemsProcessed(state.iterations() * S * F);
+}
+
+// The first shape is the yardstick; then the demo model's experts, fine-grained and tiny groups, and a large one.
+void shapes(benchmark::internal::Benchmark* bench) {
+  for (const auto& shape : std::vector<std::vector<std::int64_t>>{
+           {1, 512, 1024, 1024}, {8, 64, 1024, 1024}, {16, 64, 512, 256}, {4, 250, 256, 128}, {32, 1, 512, 256}, {32, 8, 512, 256}, {4, 1024, 1536, 2048}}) {
+    bench->Args(shape);
+  }
+}
+
+void register_all() {
+  const std::pair<Op, const char*> ops[] = {{Op::kForward, "forward"}, {Op::kDgrad, "dgrad"}, {Op::kWgrad, "wgrad"}};
+  for (const auto& [op, op_name] : ops) {
+    const Op which = op;
+    for (int i = 0; i < detail::usable_kernels().count; ++i) {
+      const std::string name = detail::usable_kernels().sets[i]->name;
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        const std::string label = std::string("grouped_gemm/") + op_name + "/" + to_string(dtype) + "/" + name;
+        benchmark::RegisterBenchmark(label.c_str(), [=](benchmark::State& state) { grouped(state, which, dtype, name, 1); })->Apply(shapes);
+      }
+    }
+    if (num_usable_cores() > 1) {
+      const std::string label = std::string("grouped_gemm/") + op_name + "/f32/threads:" + std::to_string(num_usable_cores());
+      benchmark::RegisterBenchmark(label.c_str(), [=](benchmark::State& state) { grouped(state, which, DType::kF32, "", num_usable_cores()); })
+          ->Apply(shapes)
+          ->UseRealTime();
+    }
+  }
+#if defined(WAYBILL_BENCH_DNNL)
+  benchmark::RegisterBenchmark("onednn_sgemm/forward/f32", dnnl_forward)->Apply(shapes);
+  benchmark::RegisterBenchmark("onednn_sgemm/wgrad/f32", dnnl_wgrad)->Apply(shapes);
+#endif
+  const std::pair<Activation, const char*> kinds[] = {
+      {Activation::kSwiGLU, "swiglu"}, {Activation::kClampedSwiGLU, "clamped"}, {Activation::kReluSquared, "relu2"}};
+  for (const auto& [kind, kind_name] : kinds) {
+    for (const bool backward : {false, true}) {
+      const Activation which = kind;
+      const std::string label = std::string("activation/") + kind_name + (backward ? "/backward" : "/forward");
+      benchmark::RegisterBenchmark(label.c_str(), [=](benchmark::State& state) { activation(state, which, backward); });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace waybill
+
+int main(int argc, char** argv) {
+  waybill::register_all();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}
