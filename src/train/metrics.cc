@@ -33,6 +33,7 @@ json phases_ms(const std::array<double, kNumPhases>& seconds) {
 
 json to_json(const ExchangeBytes& b) {
   return {{"payload", b.payload},
+          {"combined", b.combined},
           {"ids", b.ids},
           {"weights", b.weights},
           {"counts", b.counts},
