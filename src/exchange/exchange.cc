@@ -19,7 +19,7 @@ struct ConfigRecord {
   double receive_factor;
   std::uint64_t placement;
 };
-static_assert(std::is_trivially_copyable_v<ConfigRecord> && std::has_unique_object_representations_v<std::int64_t>);
+static_assert(std::is_trivially_copyable_v<ConfigRecord>);
 
 std::uint64_t placement_hash(const ExpertPlacement& placement) {
   std::uint64_t hash = 1;
