@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine: each rank's partial sums come back in the order the rows were sent and are added per token, in rank order, in fp32.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The receiver's local steps. Each output row is written by one call of its own sum, so threads cannot change a result.
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "exchange/impl.h"
 

@@ -2,6 +2,7 @@
 // The sender's plan: two passes over the ids (count, place) and a counting sort of the rows by token.
 #include "waybill/route_plan.h"
 
+#include <algorithm>
 #include <limits>
 
 namespace waybill {
