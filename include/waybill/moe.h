@@ -142,14 +142,15 @@ struct MoeForwardOptions {
 class WB_API MoeLayer {
  public:
   // ep: the expert-parallel group. world: the group that counts and losses are reduced over (contains ep's ranks); may be ep.
-  // Both must outlive the layer. Every forward makes one collective call on world (counts), whatever happens in ep.
+  // Both must outlive the layer. Collective over ep. Every forward makes one collective call on world (counts), whatever happens in ep.
   MoeLayer(const MoeConfig& config, Fabric& ep, Fabric& world, ThreadPool* pool = nullptr);
   ~MoeLayer();
 
   const MoeConfig& config() const;
   std::int64_t L() const;
 
-  // out [T, H] = routed experts + shared expert. x [T, H] fp32; T may differ between ranks and may be 0. Collective.
+  // out [T, H] = routed experts + shared expert. x [T, H] fp32; T may differ between ranks and may be 0. Collective. The routed part
+  // of a padding token is exactly 0; the shared expert sees every row.
   // After an overflow (captured mode; step.valid is false on every rank of ep) out is written as 0 and means nothing.
   void forward(const MoeTensors& parameters, const TensorView& x, const TensorView& out, MoeStep& step, const MoeForwardOptions& options = {},
                PhaseTimes* times = nullptr);
@@ -158,8 +159,8 @@ class WB_API MoeLayer {
   void backward(const MoeTensors& parameters, const MoeTensors& gradients, const TensorView& x, const TensorView& d_out, const TensorView& dx, MoeStep& step,
                 float loss_scale = 1.0f, PhaseTimes* times = nullptr);
 
-  // Skip and rerun: after an overflow read step.status (demand and capacity), clear status(), raise the factor on every rank of
-  // ep and run the same batch again. 0 = default of the mode. Between steps only.
+  // Skip and rerun: after an overflow read step.status (demand and capacity) and step.max_slot_demand, clear status(), raise the
+  // factor and run the same batch again. 0 = worst case. Between steps only, collective over ep; eager mode has no budget to change.
   void set_receive_factor(double factor);
   double receive_factor() const;  // in force: 1.5 where captured mode was left at its default, 0 = worst case
   ReceiveBudget budget() const;

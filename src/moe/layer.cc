@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include "moe/etp.h"
 #include "moe/layer_impl.h"
 #include "moe/tensors.h"
@@ -19,12 +21,11 @@ MoeLayer::Impl::Impl(const MoeConfig& layer_config, Fabric& ep_group, Fabric& wo
     placement.rank_table = rank_table.data();
     placement.local_table = local_table.data();
   }
-  factor = config.receive_factor;
+  factor = config.receive_factor == 0 && config.mode == ExchangeMode::kCaptured ? 1.5 : config.receive_factor;
   build_paths();
 }
 
 void MoeLayer::Impl::build_paths() {
-  if (factor == 0 && config.mode == ExchangeMode::kCaptured) factor = 1.5;
   ExchangeConfig exchange;
   exchange.H = config.row_width();
   exchange.E = placement.E;
@@ -116,12 +117,9 @@ void MoeLayer::backward(const MoeTensors& parameters, const MoeTensors& gradient
 }
 
 void MoeLayer::set_receive_factor(double factor) {
-  MoeConfig changed = impl_->config;
-  changed.receive_factor = factor;
-  validate(changed, impl_->ep.size());
-  impl_->config = changed;
+  WB_CHECK(std::isfinite(factor) && factor >= 0, "receive_factor = {} must be finite and not negative (0 = worst case)", factor);
   impl_->factor = factor;
-  impl_->build_paths();
+  if (impl_->config.mode == ExchangeMode::kCaptured) impl_->build_paths();
 }
 
 double MoeLayer::receive_factor() const { return impl_->factor; }

@@ -147,6 +147,33 @@ TEST(MoeFieldCases, F26_AnOverflowDuringEvaluationIsNotSilent) {
   });
 }
 
+TEST(MoeFieldCases, F26_CaptureWithoutAStaticSizeIsRefusedInWords) {
+  MoeConfig c = captured_config(1.5);
+  c.T_max = 0;
+  try {
+    run_ranks(2, [&](Fabric& fabric) { MoeLayer layer(c, fabric, fabric); });
+    FAIL() << "captured mode without T_max was accepted";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("captured mode has fixed sizes: it needs T_max"), std::string::npos) << error.what();
+  }
+}
+
+TEST(MoeCaptured, EagerModeTakesMoreThanTMaxTokensAndAnyFactor) {
+  MoeConfig c = small_config();
+  const Weights<float> w = random_weights(c, 285);
+  const Batch batch = random_batch(c, {5, 2}, 286);
+  const Result expected = run_layer(c, w, batch);
+  c.T_max = 3, c.receive_factor = 0.1;
+  run_ranks(2, [&](Fabric& fabric) {
+    MoeLayer layer(c, fabric, fabric);
+    layer.set_receive_factor(0.2);
+    RankRun rank(c, 2, fabric.rank(), w, batch);
+    rank.run(layer, c, batch, {});
+    EXPECT_TRUE(rank.step.valid);
+    EXPECT_EQ(0, std::memcmp(rank.out.data(), expected.out.data() + rank.first * c.H, rank.out.size() * 4));
+  });
+}
+
 TEST(MoeCaptured, TheDefaultReceiveFactorIsOneAndAHalf) {
   const MoeConfig c = captured_config(0);
   run_ranks(2, [&](Fabric& fabric) {
@@ -155,8 +182,8 @@ TEST(MoeCaptured, TheDefaultReceiveFactorIsOneAndAHalf) {
     EXPECT_EQ(layer.budget().slots, 384);
     layer.set_receive_factor(3.0);
     EXPECT_EQ(layer.receive_factor(), 3.0);
-    layer.set_receive_factor(0);
-    EXPECT_EQ(layer.receive_factor(), 1.5);
+    layer.set_receive_factor(0);  // worst case: 2 ranks of 64 tokens, at most 4 local experts each
+    EXPECT_EQ(layer.budget().slots, 512);
   });
 }
 
