@@ -9,8 +9,8 @@
 //              or K / num_kept_groups). Groups with n candidates come before groups with fewer, then score descending, then group
 //              id ascending. Groups that are not kept, or have no candidate, are excluded by a mask, whatever the sign of the keys.
 //   weights    from the raw score of the chosen, never from the key. Softmax runs over the finite, unmasked logits (a bias of -Inf does
-//              not take an expert out of it). Renormalised scores are normalised in the log domain and sum to scaling_factor at
-//              any logits.
+//              not take an expert out of it). Renormalised scores are normalised in the log domain or scaled, without an added
+//              constant, and sum to scaling_factor at any logits.
 //   padding    rows with padding_mask = 1 are not looked at: ids -1, weights 0, no counter moves.
 // Results do not depend on threads, on other rows, or on repeats. Logits may be strided by rows; offsets are 64-bit.
 #pragma once
