@@ -139,9 +139,10 @@ class Task {
     const std::int64_t num_blocks = std::max<std::int64_t>(ceil_div(sizes_.k, kMaxDepth), 1);
     const std::int64_t depth_step = std::min(round_up(ceil_div(sizes_.k, num_blocks), 8), kMaxDepth);
     const std::int64_t padded = round_up(columns_, kernels_.tile_columns);
-    const bool direct = !batch_.c_is_bf16 && !batch_.accumulate && batch_.bias == nullptr && batch_.c_mask == nullptr;
+    const bool direct = !batch_.c_is_bf16 && batch_.bias == nullptr && batch_.c_mask == nullptr;
     const std::int64_t a_floats = round_up(rows_ * depth_step, 16), b_floats = padded * depth_step;
-    const bool keeps_sums = num_blocks > 1 && !(direct && padded == columns_);
+    const bool in_c = direct && !batch_.accumulate && padded == columns_;  // partial sums live in c itself
+    const bool keeps_sums = num_blocks > 1 && !in_c;
     float* a = thread_scratch(a_floats + b_floats + (keeps_sums ? rows_ * padded : kMaxTileRows * kMaxTileColumns));
     float* b = a + a_floats;
     float* sums = b + b_floats;
@@ -165,21 +166,33 @@ class Task {
     bool first, last, keeps_sums, direct;
   };
 
-  // b's panel stays in the first-level cache while the panels of a pass by.
+  // b's panel stays in the first-level cache while the panels of a pass by. Full fp32 tiles without a bias end in c; others pass through
+  // finish(). Sums that span depth blocks wait in `sums`, or in c where nothing else is kept there.
   void multiply(const Block& block) const {
     for (std::int64_t n = 0; n < columns_; n += kernels_.tile_columns) {
       const std::int64_t width = std::min<std::int64_t>(kernels_.tile_columns, columns_ - n);
-      const bool in_place = block.direct && width == kernels_.tile_columns;
+      const bool ends_in_c = block.direct && width == kernels_.tile_columns;
+      const bool stays_in_c = ends_in_c && !batch_.accumulate;
       for (std::int64_t m = 0; m < rows_; m += kernels_.tile_rows) {
         const int height = static_cast<int>(std::min<std::int64_t>(kernels_.tile_rows, rows_ - m));
-        float* to = block.sums + (block.keeps_sums ? m * block.padded + n : 0);
-        std::int64_t stride = block.keeps_sums ? block.padded : kMaxTileColumns;
-        if (in_place) {
-          to = static_cast<float*>(batch_.c) + c_index(m, n);
-          stride = batch_.c_stride;
+        float* c = ends_in_c ? static_cast<float*>(batch_.c) + c_index(m, n) : nullptr;
+        float* sums = block.sums + (block.keeps_sums ? m * block.padded + n : 0);
+        std::int64_t sums_stride = block.keeps_sums ? block.padded : kMaxTileColumns;
+        if (stays_in_c) {
+          sums = c;
+          sums_stride = batch_.c_stride;
         }
-        kernels_.tile[height](block.depth, block.a + m * block.depth, block.b + n * block.depth, to, stride, !block.first);
-        if (block.last && !in_place) finish(to, stride, m, height, n, width);
+        const bool to_c = stays_in_c || (block.last && ends_in_c);
+        const TileArgs args{block.depth,
+                            block.a + m * block.depth,
+                            block.b + n * block.depth,
+                            block.first ? nullptr : sums,
+                            sums_stride,
+                            to_c ? c : sums,
+                            to_c ? batch_.c_stride : sums_stride,
+                            to_c && !stays_in_c};
+        kernels_.tile[height](args);
+        if (block.last && !ends_in_c) finish(sums, sums_stride, m, height, n, width);
       }
     }
   }

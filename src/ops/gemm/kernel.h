@@ -17,8 +17,17 @@ constexpr int kMaxTileColumns = 32;
 constexpr int kPackRows = 32;            // rows a packing call may read at most
 constexpr std::int64_t kMaxDepth = 384;  // k values packed at a time
 
-// c[m, n] = (load ? c[m, n] : 0) + sum_k a[k, m] b[k, n] over a full register tile. a is [depth, rows], b is [depth, tile columns].
-using TileFn = void (*)(std::int64_t depth, const float* a, const float* b, float* c, std::int64_t c_stride, bool load);
+// A full register tile: sum[m, n] = (start ? start[m, n] : 0) + sum_k a[k, m] b[k, n], then c[m, n] = sum or, when `add` is set, c[m, n] += sum.
+// a is [depth, rows], b is [depth, tile columns]; start and c may be the same memory.
+struct TileArgs {
+  std::int64_t depth;
+  const float *a, *b, *start;
+  std::int64_t start_stride;
+  float* c;
+  std::int64_t c_stride;
+  bool add;
+};
+using TileFn = void (*)(const TileArgs& args);
 
 // Turns `width` rows (pointers at their first k) into the panel [depth, width].
 using PackRowsFn = void (*)(const void* const* rows, int width, std::int64_t depth, float* panel);

@@ -17,20 +17,26 @@ constexpr int kRows = 6;
 constexpr int kColumns = 16;
 
 template <int kTileRows>
-WB_AVX2 void tile(std::int64_t depth, const float* a, const float* b, float* c, std::int64_t c_stride, bool load) {
+WB_AVX2 void tile(const TileArgs& args) {
   __m256 acc[kTileRows][2];
-  if (load) {
+  const float* a = args.a;
+  const float* b = args.b;
+#pragma GCC unroll 6
+  for (int m = 0; m < kTileRows; ++m) {
+    acc[m][0] = acc[m][1] = _mm256_setzero_ps();
+    const char* line = reinterpret_cast<const char*>(args.c + m * args.c_stride);  // on its way while the sums are formed
+    _mm_prefetch(line, _MM_HINT_T0);
+    _mm_prefetch(line + 60, _MM_HINT_T0);
+  }
+  if (args.start != nullptr) {
 #pragma GCC unroll 6
     for (int m = 0; m < kTileRows; ++m) {
-      acc[m][0] = _mm256_loadu_ps(c + m * c_stride);
-      acc[m][1] = _mm256_loadu_ps(c + m * c_stride + 8);
+      acc[m][0] = _mm256_loadu_ps(args.start + m * args.start_stride);
+      acc[m][1] = _mm256_loadu_ps(args.start + m * args.start_stride + 8);
     }
-  } else {
-#pragma GCC unroll 6
-    for (int m = 0; m < kTileRows; ++m) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
   }
 #pragma GCC unroll 4
-  for (std::int64_t k = 0; k < depth; ++k) {
+  for (std::int64_t k = 0; k < args.depth; ++k) {
     const __m256 b0 = _mm256_loadu_ps(b);
     const __m256 b1 = _mm256_loadu_ps(b + 8);
 #pragma GCC unroll 6
@@ -42,10 +48,17 @@ WB_AVX2 void tile(std::int64_t depth, const float* a, const float* b, float* c, 
     a += kTileRows;
     b += kColumns;
   }
+  if (args.add) {
+#pragma GCC unroll 6
+    for (int m = 0; m < kTileRows; ++m) {
+      acc[m][0] = _mm256_add_ps(_mm256_loadu_ps(args.c + m * args.c_stride), acc[m][0]);
+      acc[m][1] = _mm256_add_ps(_mm256_loadu_ps(args.c + m * args.c_stride + 8), acc[m][1]);
+    }
+  }
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m) {
-    _mm256_storeu_ps(c + m * c_stride, acc[m][0]);
-    _mm256_storeu_ps(c + m * c_stride + 8, acc[m][1]);
+    _mm256_storeu_ps(args.c + m * args.c_stride, acc[m][0]);
+    _mm256_storeu_ps(args.c + m * args.c_stride + 8, acc[m][1]);
   }
 }
 

@@ -20,23 +20,29 @@ namespace {
 
 constexpr int kRows = 14;
 constexpr int kColumns = 32;
-constexpr int kPrefetchBytes = 256;
+constexpr int kPrefetchBytes = 512;
 
 template <int kTileRows>
-WB_AVX512 void tile(std::int64_t depth, const float* a, const float* b, float* c, std::int64_t c_stride, bool load) {
+WB_AVX512 void tile(const TileArgs& args) {
   __m512 acc[kTileRows][2];
-  if (load) {
+  const float* a = args.a;
+  const float* b = args.b;
+#pragma GCC unroll 14
+  for (int m = 0; m < kTileRows; ++m) {
+    acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    const char* line = reinterpret_cast<const char*>(args.c + m * args.c_stride);  // on its way while the sums are formed
+    _mm_prefetch(line, _MM_HINT_T0);
+    _mm_prefetch(line + 124, _MM_HINT_T0);
+  }
+  if (args.start != nullptr) {
 #pragma GCC unroll 14
     for (int m = 0; m < kTileRows; ++m) {
-      acc[m][0] = _mm512_loadu_ps(c + m * c_stride);
-      acc[m][1] = _mm512_loadu_ps(c + m * c_stride + 16);
+      acc[m][0] = _mm512_loadu_ps(args.start + m * args.start_stride);
+      acc[m][1] = _mm512_loadu_ps(args.start + m * args.start_stride + 16);
     }
-  } else {
-#pragma GCC unroll 14
-    for (int m = 0; m < kTileRows; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
   }
 #pragma GCC unroll 4
-  for (std::int64_t k = 0; k < depth; ++k) {
+  for (std::int64_t k = 0; k < args.depth; ++k) {
     const __m512 b0 = _mm512_loadu_ps(b);
     const __m512 b1 = _mm512_loadu_ps(b + 16);
 #pragma GCC unroll 14
@@ -48,10 +54,17 @@ WB_AVX512 void tile(std::int64_t depth, const float* a, const float* b, float* c
     a += kTileRows;
     b += kColumns;
   }
+  if (args.add) {
+#pragma GCC unroll 14
+    for (int m = 0; m < kTileRows; ++m) {
+      acc[m][0] = _mm512_add_ps(_mm512_loadu_ps(args.c + m * args.c_stride), acc[m][0]);
+      acc[m][1] = _mm512_add_ps(_mm512_loadu_ps(args.c + m * args.c_stride + 16), acc[m][1]);
+    }
+  }
 #pragma GCC unroll 14
   for (int m = 0; m < kTileRows; ++m) {
-    _mm512_storeu_ps(c + m * c_stride, acc[m][0]);
-    _mm512_storeu_ps(c + m * c_stride + 16, acc[m][1]);
+    _mm512_storeu_ps(args.c + m * args.c_stride, acc[m][0]);
+    _mm512_storeu_ps(args.c + m * args.c_stride + 16, acc[m][1]);
   }
 }
 
@@ -89,7 +102,7 @@ WB_AVX512 void pack_rows(const void* const* rows, int width, std::int64_t depth,
     for (std::int64_t k = 0; k < whole; k += kStep) {
       __m512i column[4];
       // Rows are far apart, so every sixteen bytes a quarter of them asks for a line further on.
-      for (int i = 0; i < 4; ++i) _mm_prefetch(source[(k / kStep % 4) * 4 + i] + k * (kBf16 ? 2 : 4) + kPrefetchBytes, _MM_HINT_T0);
+      for (int i = 0; i < 4; ++i) _mm_prefetch(source[(k / kStep % 4) * 4 + i] + k * (kBf16 ? 2 : 4) + kPrefetchBytes, _MM_HINT_T1);
       transpose_4x16(source, k * (kBf16 ? 2 : 4), column);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
@@ -129,6 +142,8 @@ WB_AVX512 void pack_columns(const void* const* rows, int num_rows, std::int64_t 
   for (int k = 0; k < num_rows; ++k, panel += panel_width) {
     const char* in = static_cast<const char*>(rows[k]);
     const __mmask16 given = in == nullptr ? 0 : 0xffff;
+    _mm_prefetch(in + byte + kPrefetchBytes, _MM_HINT_T0);
+    if (!kBf16) _mm_prefetch(in + byte + kPrefetchBytes + 64, _MM_HINT_T0);
     _mm512_mask_storeu_ps(panel, out0, load_masked<kBf16>(in + byte, in0 & given));
     if (out1 != 0) _mm512_mask_storeu_ps(panel + 16, out1, load_masked<kBf16>(in + byte + 16 * kBytes, in1 & given));
   }

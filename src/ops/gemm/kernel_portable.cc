@@ -10,18 +10,19 @@ constexpr int kRows = 4;
 constexpr int kColumns = 8;
 
 template <int kTileRows>
-void tile(std::int64_t depth, const float* a, const float* b, float* c, std::int64_t c_stride, bool load) {
+void tile(const TileArgs& args) {
   float acc[kTileRows][kColumns] = {};
-  for (int m = 0; load && m < kTileRows; ++m) {
-    for (int n = 0; n < kColumns; ++n) acc[m][n] = c[m * c_stride + n];
+  for (int m = 0; args.start != nullptr && m < kTileRows; ++m) {
+    for (int n = 0; n < kColumns; ++n) acc[m][n] = args.start[m * args.start_stride + n];
   }
-  for (std::int64_t k = 0; k < depth; ++k) {
+  for (std::int64_t k = 0; k < args.depth; ++k) {
     for (int m = 0; m < kTileRows; ++m) {
-      for (int n = 0; n < kColumns; ++n) acc[m][n] += a[k * kTileRows + m] * b[k * kColumns + n];
+      for (int n = 0; n < kColumns; ++n) acc[m][n] += args.a[k * kTileRows + m] * args.b[k * kColumns + n];
     }
   }
   for (int m = 0; m < kTileRows; ++m) {
-    for (int n = 0; n < kColumns; ++n) c[m * c_stride + n] = acc[m][n];
+    float* out = args.c + m * args.c_stride;
+    for (int n = 0; n < kColumns; ++n) out[n] = args.add ? out[n] + acc[m][n] : acc[m][n];
   }
 }
 
