@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 
 #include "bench_record.h"
 #include "bench_verbs.h"
+#include "ops/gemm/kernel.h"
 #include "waybill/grouped_gemm.h"
 #include "waybill/trainer.h"
 
@@ -104,7 +104,6 @@ void check(const GemmProblem& p, std::uint64_t seed, Stream stream) {
 }
 
 void run(const BenchOptions& options) {
-  setenv("WB_LOG", "select", 1);
   const BenchShape shape = options.resolve();
   const std::vector<Route> routes = make_load(options, shape);
   const int threads = options.threads > 0 ? options.threads : num_usable_cores();
@@ -117,7 +116,8 @@ void run(const BenchOptions& options) {
   const double ceiling = measure_matmul_ceiling() * 1e6;  // flops a microsecond
   BenchRecord record;
   record.op = "grouped_gemm";
-  record.implementation = chosen_implementation("gemm", [&] { problem.forward(stream); });
+  const detail::KernelSet* kernels = detail::selected_kernels();
+  record.implementation = kernels == nullptr ? "ref" : kernels->name;
   record.load = summarise_load(options.load, views_of(routes));
   record.flops = problem.flops();
   record.floor_us = record.flops / ceiling;

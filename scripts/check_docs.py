@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that what the documents name exists: files, macros, commands, configuration keys of `--set`, and links between documents.
+
+In every tracked *.md: `path/with.suffix` and [text](target) must exist; WB_* and wb_* names must occur in a source file; `waybill VERB`
+must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOPS = ("include", "src", "tools", "tests", "scripts", "cmake", "configs", "bench", "docs", "bindings", ".ci")
+GENERATED = re.compile(r"^(build|runs|\.venv)/|[*<>{}$]|^RUN/|\.\.\.")
+PATH = re.compile(r"^[\w.\-/]+/[\w.\-/]*$|^[\w\-]+\.(md|txt|toml|json|sh|py|h|cc|cmake)$")
+
+
+def documents():
+    yield from sorted(ROOT.glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def source_text():
+    parts = []
+    for top in TOPS[:-1] + ("CMakeLists.txt", "CMakePresets.json"):
+        base = ROOT / top
+        for path in [base] if base.is_file() else base.rglob("*"):
+            if path.is_file() and path.suffix in {".h", ".cc", ".c", ".cu", ".cuh", ".txt", ".cmake", ".py", ".sh", ".json", ".in"}:
+                parts.append(path.read_text(encoding="utf-8", errors="replace"))
+    return "\n".join(parts)
+
+
+def known_verbs(source):
+    return set(re.findall(r'add_subcommand\("(\w+)"', source))
+
+
+def exists(name, base):
+    return any((folder / name).exists() for folder in (ROOT, base, ROOT / "include", ROOT / "src"))
+
+
+def faults_of(path, source, verbs):
+    where = path.relative_to(ROOT).as_posix()
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.isascii():
+            yield f"{where}:{number}: not ASCII"
+        for target in re.findall(r"\]\(([^)#\s]+)", line):
+            if "://" not in target and not (path.parent / target).exists():
+                yield f"{where}:{number}: link to {target}, which does not exist"
+        for code in re.findall(r"`([^`]+)`", line):
+            first = code.split()[0] if code.split() else ""
+            name = first.split(":")[0]
+            if PATH.match(name) and not GENERATED.search(name) and name.split("/")[0] in TOPS + ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+                if not exists(name, path.parent):
+                    yield f"{where}:{number}: file {name} does not exist"
+            for symbol in re.findall(r"\b(?:WB_[A-Z0-9_]+|WAYBILL_[A-Z0-9_]+|wb_[a-z0-9_]+)\b", code):
+                if symbol not in source:
+                    yield f"{where}:{number}: {symbol} is in no source file"
+            if first == "waybill" and len(code.split()) > 1 and re.match(r"^[a-z]+$", code.split()[1]) and code.split()[1] not in verbs:
+                yield f"{where}:{number}: `waybill {code.split()[1]}` is not a command"
+        for script in re.findall(r"\bscripts/[\w.\-]+", line):
+            if not (ROOT / script).exists():
+                yield f"{where}:{number}: {script} does not exist"
+        match = re.match(r"^\s*(?:\$ )?(?:\S*/)?waybill ([a-z]+)", line)
+        if match and match.group(1) not in verbs and path.name != "CHANGELOG.md" and line.startswith(("waybill", "build/", "    waybill", "$ ")):
+            yield f"{where}:{number}: `waybill {match.group(1)}` is not a command"
+
+
+def main():
+    source = source_text()
+    verbs = known_verbs(source)
+    faults, count = [], 0
+    for path in documents():
+        count += 1
+        faults += faults_of(path, source, verbs)
+    for fault in faults:
+        print(fault)
+    print(f"docs: {count} documents, {len(faults)} faults")
+    return 1 if faults or count == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
