@@ -79,6 +79,8 @@ class Packer {
         pack_rows_(operand.is_bf16 ? kernels.pack_rows_bf16 : kernels.pack_rows_f32),
         pack_columns_(operand.is_bf16 ? kernels.pack_columns_bf16 : kernels.pack_columns_f32) {}
 
+  const float* floats(std::int64_t outer, std::int64_t k) const { return reinterpret_cast<const float*>(at(outer, k)); }
+
   void pack(std::int64_t outer, std::int64_t extent, std::int64_t k, std::int64_t depth, float* out) const {
     const bool along_k = operand_.k_stride == 1 && operand_.k_rows == nullptr && operand_.k_mask == nullptr;
     along_k ? transpose(outer, extent, k, depth, out) : copy(outer, extent, k, depth, out);
@@ -146,6 +148,8 @@ class Task {
     float* a = thread_scratch(a_floats + b_floats + (keeps_sums ? rows_ * padded : kMaxTileRows * kMaxTileColumns));
     float* b = a + a_floats;
     float* sums = b + b_floats;
+    const bool reads_b_in_place = rows_ <= kMaxDirectRows && !batch_.b.is_bf16 && batch_.b.outer_stride == 1 && batch_.b.k_rows == nullptr &&
+                                  batch_.b.k_mask == nullptr && batch_.b.k_stride >= kernels_.tile_columns;
 
     const std::int64_t first_m = batch_.ragged == Ragged::kM ? sizes_.first : 0, first_k = batch_.ragged == Ragged::kK ? sizes_.first : 0;
     const Packer pack_a(batch_.a, kernels_, g_, kernels_.tile_rows, false);
@@ -153,14 +157,18 @@ class Task {
     for (std::int64_t block = 0, k = 0; block < num_blocks; ++block, k += depth_step) {
       const std::int64_t depth = std::min(depth_step, sizes_.k - k);
       pack_a.pack(first_m + m_, rows_, first_k + k, depth, a);
-      pack_b.pack(n_, columns_, first_k + k, depth, b);
-      multiply({a, b, sums, depth, padded, block == 0, block + 1 == num_blocks, keeps_sums, direct});
+      const std::int64_t in_place = reads_b_in_place ? columns_ / kernels_.tile_columns * kernels_.tile_columns : 0;  // columns not packed
+      pack_b.pack(n_ + in_place, columns_ - in_place, first_k + k, depth, b + in_place * depth);
+      const float* b_matrix = reads_b_in_place ? pack_b.floats(n_, first_k + k) : nullptr;
+      multiply({a, b, b_matrix, in_place, sums, depth, padded, block == 0, block + 1 == num_blocks, keeps_sums, direct});
     }
   }
 
  private:
   struct Block {
     const float *a, *b;
+    const float* b_matrix;  // columns [0, in_place) of b are read from here, rows k_stride apart
+    std::int64_t in_place;
     float* sums;
     std::int64_t depth, padded;
     bool first, last, keeps_sums, direct;
@@ -185,7 +193,8 @@ class Task {
         const bool to_c = stays_in_c || (block.last && ends_in_c);
         const TileArgs args{block.depth,
                             block.a + m * block.depth,
-                            block.b + n * block.depth,
+                            n < block.in_place ? block.b_matrix + n : block.b + n * block.depth,
+                            n < block.in_place ? batch_.b.k_stride : kernels_.tile_columns,
                             block.first ? nullptr : sums,
                             sums_stride,
                             to_c ? c : sums,

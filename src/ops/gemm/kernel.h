@@ -18,10 +18,12 @@ constexpr int kPackRows = 32;            // rows a packing call may read at most
 constexpr std::int64_t kMaxDepth = 384;  // k values packed at a time
 
 // A full register tile: sum[m, n] = (start ? start[m, n] : 0) + sum_k a[k, m] b[k, n], then c[m, n] = sum or, when `add` is set, c[m, n] += sum.
-// a is [depth, rows], b is [depth, tile columns]; start and c may be the same memory.
+// a is [depth, rows], b is [depth, tile columns] with rows b_stride apart; start and c may be the same memory.
 struct TileArgs {
   std::int64_t depth;
-  const float *a, *b, *start;
+  const float *a, *b;
+  std::int64_t b_stride;
+  const float* start;
   std::int64_t start_stride;
   float* c;
   std::int64_t c_stride;

@@ -46,7 +46,7 @@ WB_AVX2 void tile(const TileArgs& args) {
       acc[m][1] = _mm256_fmadd_ps(scale, b1, acc[m][1]);
     }
     a += kTileRows;
-    b += kColumns;
+    b += args.b_stride;
   }
   if (args.add) {
 #pragma GCC unroll 6

@@ -17,7 +17,7 @@ void tile(const TileArgs& args) {
   }
   for (std::int64_t k = 0; k < args.depth; ++k) {
     for (int m = 0; m < kTileRows; ++m) {
-      for (int n = 0; n < kColumns; ++n) acc[m][n] += args.a[k * kTileRows + m] * args.b[k * kColumns + n];
+      for (int n = 0; n < kColumns; ++n) acc[m][n] += args.a[k * kTileRows + m] * args.b[k * args.b_stride + n];
     }
   }
   for (int m = 0; m < kTileRows; ++m) {

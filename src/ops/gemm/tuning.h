@@ -13,5 +13,6 @@ constexpr std::int64_t kMinTaskRows = 56;
 constexpr std::int64_t kTasksPerThread = 4;
 
 constexpr int kCopyRows = 8;
+constexpr std::int64_t kMaxDirectRows = 14;  // up to so many rows of a, an fp32 b with adjacent columns is read in place, not packed
 
 }  // namespace waybill::detail
