@@ -62,8 +62,8 @@ TEST(MoeFieldCases, F26_EveryReplayIsBitEqualToAnEagerRun) {
       rank.step = std::move(step);
       rank.run(layer, captured, batches[i], {});
       EXPECT_TRUE(rank.step.valid);
-      EXPECT_EQ(0, std::memcmp(rank.out.data(), expected[i].out.data() + rank.first * captured.H, rank.out.size() * 4));
-      EXPECT_EQ(0, std::memcmp(rank.dx.data(), expected[i].dx.data() + rank.first * captured.H, rank.dx.size() * 4));
+      EXPECT_TRUE(starts_with_bits(expected[i].out.data() + rank.first * captured.H, rank.out));
+      EXPECT_TRUE(starts_with_bits(expected[i].dx.data() + rank.first * captured.H, rank.dx));
       Result part = empty_result(captured, 2, w, batches[i]);
       rank.collect(captured, 2, fabric.rank(), layer, part);
       const std::int64_t n1 = static_cast<std::int64_t>(part.gradients.w1.size()) / 2, at = fabric.rank() * n1;
@@ -119,15 +119,15 @@ TEST(MoeFieldCases, F26_OverflowIsDeclaredOnEveryRankAndTheNextReplayIsRight) {
     good.run(layer, c, balanced, {});
     EXPECT_TRUE(good.step.valid);
     EXPECT_FALSE(layer.status().overflowed());
-    EXPECT_EQ(0, std::memcmp(good.out.data(), expected.out.data() + good.first * c.H, good.out.size() * 4));
+    EXPECT_TRUE(starts_with_bits(expected.out.data() + good.first * c.H, good.out));
 
     layer.set_receive_factor(2.0);  // rerun of the batch that did not fit, larger
     EXPECT_EQ(layer.budget().slots, 512);
     RankRun again(c, 2, fabric.rank(), w, worst);
     again.run(layer, c, worst, {});
     EXPECT_TRUE(again.step.valid);
-    EXPECT_EQ(0, std::memcmp(again.out.data(), expected_worst.out.data() + again.first * c.H, again.out.size() * 4));
-    EXPECT_EQ(0, std::memcmp(again.dx.data(), expected_worst.dx.data() + again.first * c.H, again.dx.size() * 4));
+    EXPECT_TRUE(starts_with_bits(expected_worst.out.data() + again.first * c.H, again.out));
+    EXPECT_TRUE(starts_with_bits(expected_worst.dx.data() + again.first * c.H, again.dx));
   });
 }
 
@@ -170,7 +170,7 @@ TEST(MoeCaptured, EagerModeTakesMoreThanTMaxTokensAndAnyFactor) {
     RankRun rank(c, 2, fabric.rank(), w, batch);
     rank.run(layer, c, batch, {});
     EXPECT_TRUE(rank.step.valid);
-    EXPECT_EQ(0, std::memcmp(rank.out.data(), expected.out.data() + rank.first * c.H, rank.out.size() * 4));
+    EXPECT_TRUE(starts_with_bits(expected.out.data() + rank.first * c.H, rank.out));
   });
 }
 

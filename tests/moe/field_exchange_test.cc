@@ -157,7 +157,7 @@ TEST(MoeFieldCases, F18_MaskedSlotsAndGrowingRanksStayExact) {
       RankRun rank(g, 4, fabric.rank(), w, batch);
       rank.run(layer, g, batch, {});
       const std::int64_t start = rank.first + (fabric.rank() == 0 ? 0 : 64 - T);
-      EXPECT_EQ(0, std::memcmp(rank.out.data(), expected.out.data() + start * g.H, rank.out.size() * sizeof(float))) << "rank " << fabric.rank() << " T " << T;
+      EXPECT_TRUE(starts_with_bits(expected.out.data() + start * g.H, rank.out)) << "rank " << fabric.rank() << " T " << T;
     }
   });
 }

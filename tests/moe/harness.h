@@ -292,6 +292,11 @@ inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) 
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
+// The values at `whole` are those of `part`, to the bit.
+inline bool starts_with_bits(const float* whole, const std::vector<float>& part) {
+  return part.empty() || std::memcmp(whole, part.data(), part.size() * sizeof(float)) == 0;
+}
+
 inline bool same_bits(Weights<float> a, Weights<float> b) {
   std::vector<std::vector<float>> left, right;
   a.for_each([&](const char*, std::vector<float>& v) { left.push_back(v); });
