@@ -36,6 +36,8 @@ std::vector<LayerKey> make_layer_keys() {
   add(real_key<L>("moe.z_coefficient", 0, 1e6, "of the router z-loss", WB_REF(moe.z_coefficient)));
   add(choice_key<L>("moe.aux_counts", {"dispatch", "unbiased"}, "counts of the auxiliary losses", WB_REF(moe.aux_counts)));
   add(choice_key<L>("moe.recompute", {"none", "activation", "layer"}, "what the backward pass computes again", WB_REF(moe.recompute)));
+  add(real_key<L>("moe.capacity_factor", 0, 1e6, "drop routes above this multiple of a balanced load; 0 = dropless", WB_REF(moe.capacity_factor)));
+  add(bool_key<L>("moe.pad_to_capacity", "pad every expert to its capacity", WB_REF(moe.pad_to_capacity)));
   add(bool_key<L>("moe.force_dense_map", "take the dense-map path always, to compare with", WB_REF(moe.force_dense_map)));
   add(choice_key<L>("router.score", {"softmax", "softmax_selected", "sigmoid", "sqrt_softplus"}, "score function", WB_REF(moe.router.score)));
   add(bool_key<L>("router.renormalise", "weights of a token sum to 1 (before scaling)", WB_REF(moe.router.renormalise)));

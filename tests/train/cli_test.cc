@@ -59,7 +59,7 @@ TEST_F(CliTest, BadInputIsOneLineAndExitCode2) {
   expect_refused(waybill + " train " + (folder_ / "none.toml") + run_dir, "none.toml does not exist");
   expect_refused(waybill + " train" + run_dir, "give a config file");
   expect_refused(waybill + " train " + golden_ + run_dir, "no training data");
-  expect_refused(base_ + "--text " + (folder_ / "none.txt") + run_dir, "--text");
+  expect_refused(base_ + "--text " + (folder_ / "none.txt") + run_dir, "--text: At Most 1 required but received 2");
   expect_refused(waybill + " train " + golden_ + " --text " + (folder_ / "none.txt") + run_dir, "none.txt does not exist");
   expect_refused(base_ + "--set model.seq_len=10000" + run_dir,
                  "text too short: " + folder_.text() + " holds 20000 tokens, seq_len = 10000 needs at least 20002");

@@ -17,8 +17,9 @@ namespace {
 using test::Recording;
 using test::RunFolder;
 
-// Relative. The spread over the instruction sets of one machine (WB_FORCE) is printed by GoldenTest's update; it stays below a fifth.
-constexpr double kGoldenBound = 5e-4;
+// Relative. Other implementations on one machine (WB_FORCE=gemm:portable, activation:ref) differ by less than 1e-6; the rest is room for
+// routes that flip on another machine's rounding.
+constexpr double kGoldenBound = 1e-4;
 constexpr const char* kPath = WAYBILL_GOLDEN_DIR "/golden.txt";
 
 std::string machine_kind() {
@@ -76,7 +77,7 @@ TEST(GoldenTest, LossesMatchTheFile) {
 
 // One rank and four follow one curve. The bound grows with the steps because rounding differences are amplified by training.
 TEST(GoldenTest, OneRankFollowsTheCurveOfFour) {
-  constexpr double kFirst = 1e-6, kLast = 2e-3;
+  constexpr double kFirst = 1e-6, kLast = 1e-4;
   RunFolder folder;
   Recording four, one;
   folder.train("four", {"train.sample_tokens=0"}, four);

@@ -2,6 +2,9 @@
 // waybill: train, generate, bench, inspect, simulate, doctor. Exit codes: 0 success, 2 bad input (one line says what), 3 our bug,
 // 130/143 stopped by Ctrl-C/SIGTERM after a checkpoint was saved.
 #include <fmt/format.h>
+#include <spdlog/cfg/env.h>
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
 
 #include <cstdio>
 #include <exception>
@@ -10,6 +13,7 @@
 
 #include "commands.h"
 #include "waybill/error.h"
+#include "waybill/log.h"
 #include "waybill/version.h"
 
 namespace {
@@ -34,12 +38,30 @@ void register_commands(CLI::App& app) {
 #endif
 }
 
+// What the library has to say goes to stderr, so that stdout holds results only. SPDLOG_LEVEL=debug shows more.
+void wire_log() {
+  const auto logger = spdlog::stderr_color_mt("waybill");
+  logger->set_pattern("waybill: %^%l%$: %v");
+  spdlog::cfg::load_env_levels();
+  waybill::set_log_callback([logger](waybill::LogLevel level, const std::string& text) {
+    logger->log(level == waybill::LogLevel::kDebug  ? spdlog::level::debug
+                : level == waybill::LogLevel::kInfo ? spdlog::level::info
+                                                    : spdlog::level::warn,
+                text);
+  });
+}
+
+// One line, as every other refusal.
+std::string parse_failure(const CLI::App*, const CLI::Error& error) { return fmt::format("waybill: {} (--help lists the options)\n", error.what()); }
+
 }  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app{"Waybill: dropless mixture-of-experts training", "waybill"};
   app.set_version_flag("--version", waybill::version());
   app.require_subcommand(1);
+  app.failure_message(parse_failure);
+  wire_log();
   register_commands(app);
   try {
     app.parse(argc, argv);
