@@ -19,6 +19,12 @@ enum class ExchangeMode : std::uint8_t {
   kCaptured = 1,  // fixed budgets, no host wait on a GPU; overflow sets the sticky status word
 };
 enum class CombineWire : std::uint8_t { kF32 = 0, kBF16 = 1 };
+// How rows travel where the ranks of the group sit on several nodes (Topology::node_of of the fabric).
+enum class Hierarchy : std::uint8_t {
+  kFlat = 0,      // once per destination rank
+  kTwoLevel = 1,  // once per remote node, there passed on to the ranks that need the row; combine mirrors it, one partial sum per node
+  kAuto = 2,      // two-level where there are several nodes and one of them holds several ranks, else flat
+};
 
 struct ExchangeConfig {
   std::int64_t H = 0;       // columns of a row
@@ -29,6 +35,10 @@ struct ExchangeConfig {
   // What a rank's partial sum travels as. kBF16 at P > 1 rounds every rank's partial, the own rank's too, so that a token's
   // result does not depend on the rank it lives on. At P = 1 nothing travels and nothing is rounded before the end.
   CombineWire combine_wire = CombineWire::kF32;
+  // Order of a token's sum. Flat: ranks in rank order. Two-level: inside a node its ranks in rank order, then the nodes in node order
+  // (numbered by their first rank), so bits may differ from flat where a token visits several ranks of a node. Two-level kBF16
+  // rounds once per node (the own node too, where there are several); inside a node partials travel in fp32.
+  Hierarchy hierarchy = Hierarchy::kFlat;
   std::int64_t alignment = 1;  // each expert's rows start at a multiple of it in the receive layout
   bool debug_checks = false;   // validate routes and the dropless invariant at every exchange
 };
@@ -45,30 +55,58 @@ struct ReceiveBudget {
 };
 WB_API ReceiveBudget receive_budget(const ExchangeConfig& config, int P);
 
-// Bytes this rank sent to other ranks (not to itself), by kind, and what a dense-map design would have sent.
+// Bytes this rank sent to other ranks (not to itself), by kind and by distance, and what a dense-map design would have sent. What a
+// gateway of a two-level exchange passes on counts as its own.
 struct ExchangeBytes {
   std::int64_t payload = 0;          // rows of dispatch
   std::int64_t combined = 0;         // partial sums of combine
   std::int64_t ids = 0;              // local ids
   std::int64_t weights = 0;          // weights of plan and values of return_slot_values
   std::int64_t counts = 0;           // sizes, slots per row, agreement on overflow
-  std::int64_t rows = 0;                   // rows sent to other ranks
+  std::int64_t rows = 0;                   // rows of dispatch sent to other ranks
+  std::int64_t rows_between_nodes = 0;     // the part of `rows` that left the node
+  std::int64_t between_nodes = 0;          // the part of total() that left the node; the rest stayed inside
   std::int64_t dense_route_map = 0;        // [T, E] byte map per rank
   std::int64_t compact_route = 0;          // [T, K] ids
   std::int64_t dense_probability_row = 0;  // rows * E * 4
   std::int64_t local_probability_slice = 0;  // rows * L * 4: the upper limit of a dense local slice; `weights` is what was sent
   void operator+=(const ExchangeBytes& o) {
     payload += o.payload; combined += o.combined; ids += o.ids; weights += o.weights; counts += o.counts; rows += o.rows;
+    rows_between_nodes += o.rows_between_nodes; between_nodes += o.between_nodes;
     dense_route_map += o.dense_route_map; compact_route += o.compact_route;
     dense_probability_row += o.dense_probability_row; local_probability_slice += o.local_probability_slice;
   }
   std::int64_t total() const { return payload + combined + ids + weights + counts; }
+  std::int64_t within_nodes() const { return total() - between_nodes; }
+};
+
+// Two-level exchange only (else empty): what this rank sends once per node, and what it passes on as gateway. The gateway of source s
+// for another node is that node's rank number (index of s in its own node) mod (size of the other); for its own node, s itself.
+struct NodePlan {
+  // As source: rows by gateway rank, tokens ascending.
+  std::vector<std::int64_t> send_offsets;   // [P+1]
+  std::vector<std::int32_t> send_token;     // [node rows]
+  std::vector<std::int64_t> token_offsets;  // [T+1] into token_rows
+  std::vector<std::int32_t> token_rows;     // node rows of a token in node order: what the source sums
+  // As gateway: arrived rows by source rank, tokens ascending, and to which ranks of this node each goes on.
+  std::vector<std::int64_t> arrive_offsets;      // [P+1]
+  std::vector<std::int64_t> forward_offsets;     // [P+1] into forward_rows, by receiving rank
+  std::vector<std::int32_t> forward_rows;        // arrived row of each forward, ascending within a rank
+  std::vector<std::int64_t> row_forward_offsets; // [arrived rows + 1] into row_forwards
+  std::vector<std::int32_t> row_forwards;        // forwards of an arrived row in rank order: what the gateway sums
+
+  std::int64_t num_arrived() const { return arrive_offsets.empty() ? 0 : arrive_offsets.back(); }
+  std::size_t bytes() const {
+    return (send_offsets.size() + token_offsets.size() + arrive_offsets.size() + forward_offsets.size() + row_forward_offsets.size()) * sizeof(std::int64_t) +
+           (send_token.size() + token_rows.size() + forward_rows.size() + row_forwards.size()) * sizeof(std::int32_t);
+  }
 };
 
 // What a dispatch leaves behind: both sides' plans. Kept for combine and for the backward pass; replaying it gives the same bytes.
 struct DispatchHandle {
   RoutePlan plan;         // sender's side
   ReceiveLayout layout;   // receiver's side
+  NodePlan nodes;
   bool valid = true;      // false after an overflow on any rank of the group: results are declared invalid on every rank
   // Captured mode: the largest demand of any rank of the group, so that every rank can choose the same larger budget.
   std::int64_t max_slot_demand = 0, max_row_demand = 0;
@@ -77,6 +115,7 @@ struct DispatchHandle {
 // Every call is collective and is made by one thread per rank. A call on an invalid handle communicates nothing, on every rank
 // alike: rows become [0, H], out and d_weights become 0. Bad ids (outside [-1, E)) are ignored alike by every step and counted in
 // the status word; with debug_checks they are refused on every rank, naming rank, row, slot and value.
+class PendingRows;
 class WB_API Exchange {
  public:
   // Collective: the ranks compare their configs; the first difference is named on every rank. Tables of the placement are copied.
@@ -89,7 +128,8 @@ class WB_API Exchange {
   const ExchangeConfig& config() const;
   const ExpertPlacement& placement() const;
   ReceiveBudget budget() const;
-  StatusWord& status();  // sticky; clear() it after reading
+  bool two_level() const;  // what `hierarchy` came to on this fabric
+  StatusWord& status();    // sticky; clear() it after reading
   const ExchangeBytes& bytes() const;
   void reset_bytes();
 
@@ -106,13 +146,43 @@ class WB_API Exchange {
   // A token without routes gets exactly 0. out may be fp32 or bf16 (one rounding at the end). out must not overlap z.
   void combine(const DispatchHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times = nullptr);
 
+  // The same in two halves: the rows move while the caller computes, and finish() of the result ends the call (results are bit-equal
+  // to the call in one piece). Until then no other call of this Exchange and no other collective of its fabric may be made, and
+  // handle, rows, z and out must stay; x may be reused at once. Two-level: the first of the two steps overlaps.
+  PendingRows dispatch_start(const DispatchHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times = nullptr);
+  PendingRows combine_start(const DispatchHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times = nullptr);
+
   // Per-slot scalars back to their routes: values in expert order [S_padded] (padding ignored) -> d_weights [T, K], 0 at slots
   // without a route.
   void return_slot_values(const DispatchHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times = nullptr);
 
  private:
+  friend class PendingRows;
   struct Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+// A dispatch or combine on its way. Movable; destroying it finishes it, or withdraws it (which fails the group) during an exception.
+class WB_API PendingRows {
+ public:
+  PendingRows() = default;
+  PendingRows(PendingRows&& other) noexcept;
+  PendingRows& operator=(PendingRows&& other) noexcept;
+  ~PendingRows();
+
+  void finish(PhaseTimes* times = nullptr);  // once; later calls do nothing
+
+ private:
+  friend class Exchange;
+  PendingRows(Exchange::Impl& exchange, const DispatchHandle& handle, bool is_combine, const TensorView& from, const TensorView& to);
+  void settle() noexcept;
+
+  Exchange::Impl* exchange_ = nullptr;
+  const DispatchHandle* handle_ = nullptr;
+  bool is_combine_ = false;
+  TensorView from_, to_;
+  std::unique_ptr<ExchangeRequest> request_;  // null: nothing to wait for
+  int exceptions_ = 0;
 };
 
 // Local steps of the receiver (no communication). Rows may be strided, columns are contiguous. Offsets are 64-bit. Work is split

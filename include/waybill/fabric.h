@@ -21,6 +21,9 @@ enum class ReduceOp : std::uint8_t { kSum = 0, kMax = 1, kMin = 2 };
 
 struct FabricOptions {
   std::chrono::milliseconds timeout{60000};
+  // Forces Topology::node_of = rank / ranks_per_node (the last node may be smaller), so that one machine can play several nodes.
+  // 0: the engine's own view (threads: one node; mpi: by host name).
+  int ranks_per_node = 0;
 };
 
 // Where the ranks sit. domain: ranks that reach each other's memory (one NVLink domain, one process). node: one host.

@@ -10,8 +10,7 @@ namespace waybill {
 
 struct MpiOptions {
   FabricOptions fabric{};
-  // Ranks per node for Topology::node_of; 0 = by host name. A forced value lets one machine play several nodes.
-  int ranks_per_node = 0;
+  int ranks_per_node = 0;  // the same as fabric.ranks_per_node, which counts where this is 0; both 0 = by host name
 };
 
 // True when this build contains the engine.

@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "exchange/impl.h"
+#include "exchange/row_sums.h"
 
 namespace waybill {
 namespace {
 
-constexpr std::int64_t kTokenGrain = 32;
 constexpr std::int64_t kConvertGrain = 1 << 14;
 
 // Partial sums of this rank's rows, in plan order. Own rows are read in place; the others lie in the receive buffer.
@@ -24,56 +24,20 @@ struct Partials {
     return remote + static_cast<std::size_t>((row < own_begin ? row : row - (own_end - own_begin)) * H) * element;
   }
 
-  template <bool kFirst>
-  static void put(float* sum, std::int64_t h, float value) {
-    sum[h] = kFirst ? value : sum[h] + value;
-  }
-
   // sum = row, or sum += row.
   template <bool kFirst>
   void add(std::int64_t row, float* sum) const {
     if (row >= own_begin && row < own_end) {
       const float* z = own + (row - own_begin) * H;
-      if (rounded) {
-        for (std::int64_t h = 0; h < H; ++h) put<kFirst>(sum, h, bf16(z[h]));
-      } else {
-        for (std::int64_t h = 0; h < H; ++h) put<kFirst>(sum, h, z[h]);
-      }
+      if (!rounded) return add_row<kFirst>(z, H, sum);
+      for (std::int64_t h = 0; h < H; ++h) sum[h] = kFirst ? static_cast<float>(bf16(z[h])) : sum[h] + static_cast<float>(bf16(z[h]));
     } else if (rounded) {
-      const auto* z = reinterpret_cast<const bf16*>(remote_row(row, sizeof(bf16)));
-      for (std::int64_t h = 0; h < H; ++h) put<kFirst>(sum, h, z[h]);
+      add_row<kFirst>(reinterpret_cast<const bf16*>(remote_row(row, sizeof(bf16))), H, sum);
     } else {
-      const auto* z = reinterpret_cast<const float*>(remote_row(row, sizeof(float)));
-      for (std::int64_t h = 0; h < H; ++h) put<kFirst>(sum, h, z[h]);
+      add_row<kFirst>(reinterpret_cast<const float*>(remote_row(row, sizeof(float))), H, sum);
     }
   }
 };
-
-// A token's sum starts with its first rank's partial, so that it is exact where only one rank has a part.
-void sum_token(const RoutePlan& plan, const Partials& partials, std::int64_t t, float* sum) {
-  const std::int64_t begin = plan.token_offsets[static_cast<std::size_t>(t)], end = plan.token_offsets[static_cast<std::size_t>(t) + 1];
-  if (begin == end) {
-    std::fill(sum, sum + partials.H, 0.0f);
-    return;
-  }
-  partials.add<true>(plan.token_rows[static_cast<std::size_t>(begin)], sum);
-  for (std::int64_t i = begin + 1; i < end; ++i) partials.add<false>(plan.token_rows[static_cast<std::size_t>(i)], sum);
-}
-
-void sum_tokens(const RoutePlan& plan, const Partials& partials, const TensorView& out, ThreadPool* pool) {
-  parallel_for(pool, plan.T, kTokenGrain, [&](std::int64_t first, std::int64_t last) {
-    if (out.dtype == DType::kF32) {
-      for (std::int64_t t = first; t < last; ++t) sum_token(plan, partials, t, reinterpret_cast<float*>(row_pointer(out, t)));
-      return;
-    }
-    std::vector<float> sum(static_cast<std::size_t>(partials.H));
-    for (std::int64_t t = first; t < last; ++t) {
-      sum_token(plan, partials, t, sum.data());
-      auto* target = reinterpret_cast<bf16*>(row_pointer(out, t));
-      for (std::int64_t h = 0; h < partials.H; ++h) target[h] = bf16(sum[static_cast<std::size_t>(h)]);
-    }
-  });
-}
 
 void fill_zero(const TensorView& out) {
   const std::size_t row_bytes = static_cast<std::size_t>(out.shape[1]) * size_bytes(out.dtype);
@@ -88,33 +52,29 @@ void round_rows(const float* source, std::int64_t count, bf16* target, ThreadPoo
 
 }  // namespace
 
-void Exchange::Impl::combine(const DispatchHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) {
+std::unique_ptr<ExchangeRequest> Exchange::Impl::combine_start(const DispatchHandle& handle, const TensorView& z, const TensorView& out) {
+  check_rows("combine: out", out, handle.plan.T, config.H);
+  check_rows("combine: z", z, handle.layout.R(), config.H);
+  WB_CHECK(z.dtype == DType::kF32 && z.is_contiguous(), "combine: z must be contiguous f32 [{}, {}], got {}", handle.layout.R(), config.H, z.describe());
+  if (handle.valid) return two_level ? node_combine_start(handle, z) : flat_combine_start(handle, z);
+  fill_zero(out);
+  return nullptr;
+}
+
+std::unique_ptr<ExchangeRequest> Exchange::Impl::flat_combine_start(const DispatchHandle& handle, const TensorView& z) {
   const RoutePlan& plan = handle.plan;
   const ReceiveLayout& layout = handle.layout;
-  check_rows("combine: out", out, plan.T, config.H);
-  check_rows("combine: z", z, layout.R(), config.H);
-  WB_CHECK(z.dtype == DType::kF32 && z.is_contiguous(), "combine: z must be contiguous f32 [{}, {}], got {}", layout.R(), config.H, z.describe());
-  if (!handle.valid) {
-    fill_zero(out);
-    return;
-  }
-  const bool rounded = config.combine_wire == CombineWire::kBF16 && P() > 1;
-  const std::size_t element = rounded ? sizeof(bf16) : sizeof(float);
-  const std::size_t row_bytes = static_cast<std::size_t>(config.H) * element;
+  const std::size_t row_bytes = static_cast<std::size_t>(config.H) * (rounded() ? sizeof(bf16) : sizeof(float));
   const auto* sums = static_cast<const float*>(z.data);
-  const std::int64_t own_begin = plan.row_offsets[rank()], own_end = plan.row_offsets[rank() + 1];
-  const std::int64_t own_source = layout.row_offsets[rank()];
-  const std::int64_t sent_rows = layout.R() - (own_end - own_begin);
-
-  std::byte* outgoing = rounded ? send_bytes(static_cast<std::size_t>(sent_rows) * row_bytes) : nullptr;
-  std::byte* incoming = receive_bytes(static_cast<std::size_t>(plan.num_rows() - (own_end - own_begin)) * row_bytes);
-  const std::byte* remote = incoming;
+  const std::int64_t own = plan.row_offsets[rank() + 1] - plan.row_offsets[rank()];
+  std::byte* outgoing = rounded() ? send_bytes(static_cast<std::size_t>(layout.R() - own) * row_bytes) : nullptr;
+  std::byte* incoming = receive_bytes(static_cast<std::size_t>(plan.num_rows() - own) * row_bytes);
   for (std::size_t p = 0; p < P(); ++p) {
     send[p] = receive[p] = {};
     if (p == rank()) continue;
     const std::int64_t begin = layout.row_offsets[p], count = layout.row_offsets[p + 1] - begin;
     send[p].bytes = static_cast<std::size_t>(count) * row_bytes;
-    if (rounded) {
+    if (rounded()) {
       round_rows(sums + begin * config.H, count * config.H, reinterpret_cast<bf16*>(outgoing), pool);
       send[p].data = outgoing;
       outgoing += send[p].bytes;
@@ -124,10 +84,16 @@ void Exchange::Impl::combine(const DispatchHandle& handle, const TensorView& z, 
     receive[p] = {incoming, static_cast<std::size_t>(plan.row_offsets[p + 1] - plan.row_offsets[p]) * row_bytes};
     incoming += receive[p].bytes;
   }
-  all_to_all("combine rows", Phase::kCombine, times);
-  bytes.combined += sent_rows * static_cast<std::int64_t>(row_bytes);
-  const Partials partials{remote, own_end > own_begin ? sums + own_source * config.H : nullptr, own_begin, own_end, config.H, rounded};
-  sum_tokens(plan, partials, out, pool);
+  return start_rows("combine rows", bytes.combined);
+}
+
+void Exchange::Impl::flat_combine_finish(const DispatchHandle& handle, const TensorView& z, const TensorView& out) {
+  const RoutePlan& plan = handle.plan;
+  const std::int64_t own_begin = plan.row_offsets[rank()], own_end = plan.row_offsets[rank() + 1];
+  const float* own = own_end > own_begin ? static_cast<const float*>(z.data) + handle.layout.row_offsets[rank()] * config.H : nullptr;
+  const Partials partials{static_cast<const std::byte*>(receive_buffer.view().data), own, own_begin, own_end, config.H, rounded()};
+  sum_lists(plan.token_offsets, plan.token_rows, out, pool,
+            [&](std::int64_t row, bool is_first, float* sum) { is_first ? partials.add<true>(row, sum) : partials.add<false>(row, sum); });
 }
 
 void Exchange::Impl::return_slot_values(const DispatchHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times) {

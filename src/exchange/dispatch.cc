@@ -20,13 +20,14 @@ void gather_rows(const RoutePlan& plan, std::int64_t begin, std::int64_t end, co
 
 }  // namespace
 
-void Exchange::Impl::dispatch(const DispatchHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) {
+std::unique_ptr<ExchangeRequest> Exchange::Impl::dispatch_start(const DispatchHandle& handle, const TensorView& x, Tensor& rows) {
   const RoutePlan& plan = handle.plan;
   const ReceiveLayout& layout = handle.layout;
   check_rows("dispatch: x", x, plan.T, config.H);
   if (config.mode == ExchangeMode::kCaptured) rows.resize(x.dtype, {budget.rows, config.H});  // one size at every step
   rows.resize(x.dtype, {layout.R(), config.H});
-  if (!handle.valid) return;
+  if (!handle.valid) return nullptr;
+  if (two_level) return node_dispatch_start(handle, x);
 
   const std::size_t row_bytes = static_cast<std::size_t>(config.H) * size_bytes(x.dtype);
   const std::int64_t own_begin = plan.row_offsets[rank()], own_end = plan.row_offsets[rank() + 1];
@@ -46,8 +47,7 @@ void Exchange::Impl::dispatch(const DispatchHandle& handle, const TensorView& x,
     receive[p] = {place, static_cast<std::size_t>(layout.row_offsets[p + 1] - layout.row_offsets[p]) * row_bytes};
     outgoing += send[p].bytes;
   }
-  all_to_all("dispatch rows", Phase::kDispatch, times);
-  bytes.payload += remote * static_cast<std::int64_t>(row_bytes);
+  return start_rows("dispatch rows", bytes.payload);
 }
 
 }  // namespace waybill

@@ -15,9 +15,9 @@ namespace {
 
 // What the ranks compare, field by field. Plain data of one size on every rank.
 struct ConfigRecord {
-  std::int64_t E, K, H, T_max, mode, combine_wire, alignment, debug_checks;
+  std::int64_t E, K, H, T_max, mode, combine_wire, hierarchy, alignment, debug_checks;
   double receive_factor;
-  std::uint64_t placement;
+  std::uint64_t placement, nodes;
 };
 static_assert(std::is_trivially_copyable_v<ConfigRecord>);
 
@@ -30,22 +30,30 @@ std::uint64_t placement_hash(const ExpertPlacement& placement) {
   return hash;
 }
 
+std::uint64_t node_hash(const NodeMap& nodes) {
+  std::uint64_t hash = 1;
+  for (const int node : nodes.node_of) hash = mix64(hash ^ static_cast<std::uint64_t>(node));
+  return hash;
+}
+
 template <class T>
 void compare(const char* name, T first, T other, std::size_t rank) {
   WB_CHECK(first == other, "the ranks of an exchange must have one config: {} is {} on rank 0, but {} on rank {}", name, first, other, rank);
 }
 
-void compare_configs(Fabric& fabric, const ExchangeConfig& config, const ExpertPlacement& placement) {
+void compare_configs(Fabric& fabric, const ExchangeConfig& config, const ExpertPlacement& placement, const NodeMap& nodes) {
   const ConfigRecord mine{config.E,
                           config.K,
                           config.H,
                           config.T_max,
                           static_cast<std::int64_t>(config.mode),
                           static_cast<std::int64_t>(config.combine_wire),
+                          static_cast<std::int64_t>(config.hierarchy),
                           config.alignment,
                           config.debug_checks ? 1 : 0,
                           config.receive_factor,
-                          placement_hash(placement)};
+                          placement_hash(placement),
+                          node_hash(nodes)};
   std::vector<ConfigRecord> all(static_cast<std::size_t>(fabric.size()));
   fabric.all_gather(&mine, all.data(), sizeof(mine), "exchange config");
   for (std::size_t p = 1; p < all.size(); ++p) {
@@ -56,10 +64,12 @@ void compare_configs(Fabric& fabric, const ExchangeConfig& config, const ExpertP
     compare("T_max", a.T_max, b.T_max, p);
     compare("mode (0 eager, 1 captured)", a.mode, b.mode, p);
     compare("combine_wire (0 fp32, 1 bf16)", a.combine_wire, b.combine_wire, p);
+    compare("hierarchy (0 flat, 1 two_level, 2 auto)", a.hierarchy, b.hierarchy, p);
     compare("alignment", a.alignment, b.alignment, p);
     compare("debug_checks", a.debug_checks, b.debug_checks, p);
     compare("receive_factor", a.receive_factor, b.receive_factor, p);
     compare("the hash of the expert placement", a.placement, b.placement, p);
+    compare("the hash of the nodes' boundaries", a.nodes, b.nodes, p);
   }
 }
 
@@ -95,7 +105,7 @@ ReceiveBudget receive_budget(const ExchangeConfig& config, int P) {
 }
 
 Exchange::Impl::Impl(const ExchangeConfig& c, const ExpertPlacement& where, Fabric& f, ThreadPool* threads)
-    : config(c), placement(where), fabric(f), pool(threads) {
+    : config(c), placement(where), fabric(f), pool(threads), nodes(f.topology()) {
   validate(config, fabric.size());
   validate(placement);
   WB_CHECK(placement.E == config.E, "exchange: the placement has E = {} experts, the config E = {}", placement.E, config.E);
@@ -106,28 +116,52 @@ Exchange::Impl::Impl(const ExchangeConfig& c, const ExpertPlacement& where, Fabr
     placement.rank_table = rank_table.data();
     placement.local_table = local_table.data();
   }
-  compare_configs(fabric, config, placement);
+  compare_configs(fabric, config, placement, nodes);
+  two_level = config.hierarchy == Hierarchy::kTwoLevel || (config.hierarchy == Hierarchy::kAuto && nodes.has_two_levels());
   budget = receive_budget(config, placement.P);
   send.resize(P());
   receive.resize(P());
 }
 
-std::byte* Exchange::Impl::send_bytes(std::size_t count) {
-  send_buffer.resize(DType::kU8, {static_cast<std::int64_t>(count)});
-  return static_cast<std::byte*>(send_buffer.view().data);
+std::byte* Exchange::Impl::buffer_bytes(Tensor& buffer, std::size_t count) {
+  buffer.resize(DType::kU8, {static_cast<std::int64_t>(count)});
+  return static_cast<std::byte*>(buffer.view().data);
 }
 
-std::byte* Exchange::Impl::receive_bytes(std::size_t count) {
-  receive_buffer.resize(DType::kU8, {static_cast<std::int64_t>(count)});
-  return static_cast<std::byte*>(receive_buffer.view().data);
+void Exchange::Impl::check_idle(const char* call) const {
+  WB_CHECK(!pending, "exchange: {} was called while a dispatch or combine is on its way; finish() it first", call);
+}
+
+void Exchange::Impl::count_distance() {
+  for (std::size_t p = 0; p < P(); ++p) {
+    if (nodes.node_of[p] != nodes.node_of[rank()]) bytes.between_nodes += static_cast<std::int64_t>(send[p].bytes);
+  }
+}
+
+void Exchange::Impl::count_gather(std::size_t bytes_per_rank) {
+  const std::size_t neighbours = nodes.ranks_of(nodes.node_of[rank()]).size();
+  bytes.counts += static_cast<std::int64_t>((P() - 1) * bytes_per_rank);
+  bytes.between_nodes += static_cast<std::int64_t>((P() - neighbours) * bytes_per_rank);
+}
+
+std::unique_ptr<ExchangeRequest> Exchange::Impl::start_rows(const char* name, std::int64_t& kind) {
+  auto request = fabric.all_to_all_start(send, receive, name);
+  for (std::size_t p = 0; p < P(); ++p) kind += p == rank() ? 0 : static_cast<std::int64_t>(send[p].bytes);
+  count_distance();
+  return request;
+}
+
+void Exchange::Impl::wait_rows(ExchangeRequest& request, Phase phase, PhaseTimes* times) {
+  const auto start = std::chrono::steady_clock::now();
+  request.wait();
+  if (times == nullptr) return;
+  times->wait_seconds[static_cast<std::size_t>(phase)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 void Exchange::Impl::all_to_all(const char* name, Phase phase, PhaseTimes* times) {
   const auto request = fabric.all_to_all_start(send, receive, name);
-  const auto start = std::chrono::steady_clock::now();
-  request->wait();
-  if (times == nullptr) return;
-  times->wait_seconds[static_cast<std::size_t>(phase)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  count_distance();
+  wait_rows(*request, phase, times);
 }
 
 void check_rows(const char* name, const TensorView& view, std::int64_t rows, std::int64_t columns) {
@@ -143,23 +177,24 @@ Exchange::~Exchange() = default;
 const ExchangeConfig& Exchange::config() const { return impl_->config; }
 const ExpertPlacement& Exchange::placement() const { return impl_->placement; }
 ReceiveBudget Exchange::budget() const { return impl_->budget; }
+bool Exchange::two_level() const { return impl_->two_level; }
 StatusWord& Exchange::status() { return impl_->status; }
 const ExchangeBytes& Exchange::bytes() const { return impl_->bytes; }
 void Exchange::reset_bytes() { impl_->bytes = {}; }
 
 DispatchHandle Exchange::plan(const RouteView& route, PhaseTimes* times) {
+  impl_->check_idle("plan");
   const PhaseScope scope(times, Phase::kPlan);
   return impl_->plan(route, times);
 }
 void Exchange::dispatch(const DispatchHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) {
-  const PhaseScope scope(times, Phase::kDispatch);
-  impl_->dispatch(handle, x, rows, times);
+  dispatch_start(handle, x, rows, times).finish(times);
 }
 void Exchange::combine(const DispatchHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) {
-  const PhaseScope scope(times, Phase::kCombine);
-  impl_->combine(handle, z, out, times);
+  combine_start(handle, z, out, times).finish(times);
 }
 void Exchange::return_slot_values(const DispatchHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times) {
+  impl_->check_idle("return_slot_values");
   const PhaseScope scope(times, Phase::kCombine);
   impl_->return_slot_values(handle, slot_values, d_weights, times);
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/exchange_ref.h"
 
+#include <algorithm>
+
 #include "route/route_plan_ref.h"
 
 namespace waybill::reference {
@@ -84,6 +86,29 @@ std::vector<float> combine(const GroupRoutes& group, int rank, const std::vector
       }
       ++row;
     }
+  }
+  return out;
+}
+
+std::vector<float> combine_two_level(const GroupRoutes& group, int rank, const std::vector<int>& node_of, const std::vector<std::vector<float>>& z,
+                                     std::int64_t H, CombineWire wire) {
+  const RouteView& route = group.routes[static_cast<std::size_t>(rank)];
+  const int num_nodes = *std::max_element(node_of.begin(), node_of.end()) + 1;
+  std::vector<float> out(static_cast<std::size_t>(route.T * H), 0.0f);
+  for (int node = 0; node < num_nodes; ++node) {
+    std::vector<float> partial(out.size(), 0.0f);
+    for (int p = 0; p < group.placement.P; ++p) {
+      if (node_of[static_cast<std::size_t>(p)] != node) continue;
+      std::int64_t row = receive_layout(group, p, 1).row_offsets[static_cast<std::size_t>(rank)];
+      for (std::int64_t t = 0; t < route.T; ++t) {
+        if (!has_row(group, route, t, p)) continue;
+        for (std::int64_t h = 0; h < H; ++h)
+          partial[static_cast<std::size_t>(t * H + h)] += z[static_cast<std::size_t>(p)][static_cast<std::size_t>(row * H + h)];
+        ++row;
+      }
+    }
+    const bool rounded = wire == CombineWire::kBF16 && num_nodes > 1;
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] += rounded ? static_cast<float>(bf16(partial[i])) : partial[i];
   }
   return out;
 }

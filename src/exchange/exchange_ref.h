@@ -26,4 +26,9 @@ std::vector<float> unpermute_reduce(const ReceiveLayout& layout, const std::vect
 // out [T, H] of rank `rank`: the ranks' z in rank order; wire rounds each of them. z[p] is rank p's [R, H].
 std::vector<float> combine(const GroupRoutes& group, int rank, const std::vector<std::vector<float>>& z, std::int64_t H, CombineWire wire);
 
+// The same through gateways: node_of[p] in order of the nodes' first ranks; per node the ranks in rank order, then the nodes; wire
+// rounds each node's sum where there are several nodes.
+std::vector<float> combine_two_level(const GroupRoutes& group, int rank, const std::vector<int>& node_of, const std::vector<std::vector<float>>& z,
+                                     std::int64_t H, CombineWire wire);
+
 }  // namespace waybill::reference

@@ -12,20 +12,22 @@ namespace waybill {
 struct Exchange::Impl::Header {
   std::int64_t rows;  // that will come
   std::int64_t slots;
-  std::int32_t fault;  // 1: the sender refuses this call; its text follows in an all_gather
-  std::int32_t tokens;
+  std::int32_t fault;      // 1: the sender refuses this call; its text follows in an all_gather
+  std::int32_t node_rows;  // two-level: rows that come to the receiver as gateway
 };
 
 namespace {
 
-// A message to one rank: [slots] fp32 weights, [slots] local ids, [rows] u16 slots per row. One message, one rendezvous.
+// A message to one rank: [slots] fp32 weights, [slots] local ids, [rows] u16 slots per row, and for a gateway the set of ranks that
+// each of its rows goes on to. One message, one rendezvous.
 struct MessageLayout {
   std::int64_t rows = 0, slots = 0;
   std::size_t id_bytes = 2;
   std::size_t weights_bytes() const { return static_cast<std::size_t>(slots) * sizeof(float); }
   std::size_t ids_bytes() const { return static_cast<std::size_t>(slots) * id_bytes; }
   std::size_t counts_bytes() const { return static_cast<std::size_t>(rows) * sizeof(std::uint16_t); }
-  std::size_t bytes() const { return weights_bytes() + ids_bytes() + counts_bytes(); }
+  std::size_t masks_bytes = 0;
+  std::size_t bytes() const { return weights_bytes() + ids_bytes() + counts_bytes() + masks_bytes; }
 };
 
 std::size_t align_up(std::size_t bytes) { return (bytes + 15) / 16 * 16; }
@@ -47,7 +49,7 @@ void widen_ids(const std::byte* source, std::int64_t count, std::int32_t* ids) {
   }
 }
 
-void pack_message(const RoutePlan& plan, std::size_t to, const MessageLayout& layout, std::byte* target) {
+void pack_message(const RoutePlan& plan, std::size_t to, const MessageLayout& layout, const std::vector<std::byte>* masks, std::byte* target) {
   const std::int64_t first_row = plan.row_offsets[to];
   const std::int64_t first_slot = plan.slot_offsets[static_cast<std::size_t>(first_row)];
   if (layout.slots > 0) std::memcpy(target, plan.slot_weight.data() + first_slot, layout.weights_bytes());
@@ -62,6 +64,7 @@ void pack_message(const RoutePlan& plan, std::size_t to, const MessageLayout& la
     const auto count = static_cast<std::uint16_t>(plan.slot_offsets[row + 1] - plan.slot_offsets[row]);
     std::memcpy(target + static_cast<std::size_t>(r) * sizeof(count), &count, sizeof(count));
   }
+  if (layout.masks_bytes > 0) std::memcpy(target + layout.counts_bytes(), masks->data(), layout.masks_bytes);
 }
 
 // Arrived metadata in row order, over all source ranks.
@@ -106,14 +109,15 @@ DispatchHandle Exchange::Impl::plan(const RouteView& route, PhaseTimes* times) {
   DispatchHandle handle;
   handle.plan = make_route_plan(route, placement);
   const std::string fault = local_fault(route, handle.plan);
-  const std::vector<Header> headers = exchange_headers(handle.plan, fault, times);
+  if (two_level) plan_node_rows(handle.plan, nodes, static_cast<int>(rank()), handle.nodes, node_masks);
+  const std::vector<Header> headers = exchange_headers(handle, fault, times);
   throw_faults(headers, fault);
   status.num_bad_ids += handle.plan.num_bad_ids;
   if (handle.plan.num_bad_ids > 0) status.flags |= kStatusBadId;
   handle.valid = config.mode == ExchangeMode::kEager || agree_on_budget(handle, headers, times);
   if (handle.valid) {
     exchange_metadata(handle, headers, times);
-    count_plan(route, handle.plan);
+    count_plan(route, handle);
   } else {
     handle.layout = make_receive_layout(placement.P, placement.L(), std::vector<std::int64_t>(P() + 1, 0), {0}, nullptr, nullptr, config.alignment);
   }
@@ -134,10 +138,12 @@ std::string Exchange::Impl::local_fault(const RouteView& route, const RoutePlan&
   return {};
 }
 
-std::vector<Exchange::Impl::Header> Exchange::Impl::exchange_headers(const RoutePlan& plan, const std::string& fault, PhaseTimes* times) {
+std::vector<Exchange::Impl::Header> Exchange::Impl::exchange_headers(const DispatchHandle& handle, const std::string& fault, PhaseTimes* times) {
+  const RoutePlan& plan = handle.plan;
   std::vector<Header> mine(P()), theirs(P());
   for (std::size_t p = 0; p < P(); ++p) {
-    mine[p] = Header{plan.row_offsets[p + 1] - plan.row_offsets[p], row_slots(plan, p), fault.empty() ? 0 : 1, static_cast<std::int32_t>(plan.T)};
+    const std::int64_t node_rows = two_level ? handle.nodes.send_offsets[p + 1] - handle.nodes.send_offsets[p] : 0;
+    mine[p] = Header{plan.row_offsets[p + 1] - plan.row_offsets[p], row_slots(plan, p), fault.empty() ? 0 : 1, static_cast<std::int32_t>(node_rows)};
     send[p] = {&mine[p], sizeof(Header)};
     receive[p] = {&theirs[p], sizeof(Header)};
   }
@@ -169,7 +175,7 @@ bool Exchange::Impl::agree_on_budget(DispatchHandle& handle, const std::vector<H
   if (times != nullptr) {
     times->wait_seconds[static_cast<std::size_t>(Phase::kPlan)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  bytes.counts += static_cast<std::int64_t>((P() - 1) * sizeof(demand));
+  count_gather(sizeof(demand));
   bool fits = true;
   for (const auto& [slots, rows] : demands) {
     handle.max_slot_demand = std::max(handle.max_slot_demand, slots);
@@ -190,17 +196,19 @@ bool Exchange::Impl::agree_on_budget(DispatchHandle& handle, const std::vector<H
 void Exchange::Impl::exchange_metadata(DispatchHandle& handle, const std::vector<Header>& headers, PhaseTimes* times) {
   const std::size_t id_bytes = size_bytes(route_id_dtype(placement.L()));
   std::vector<MessageLayout> to(P()), from(P());
+  const std::size_t own_mask = two_level ? nodes.mask_bytes(nodes.node_of[rank()]) : 0;
   std::size_t send_size = 0, receive_size = 0;
   for (std::size_t p = 0; p < P(); ++p) {
-    to[p] = MessageLayout{handle.plan.row_offsets[p + 1] - handle.plan.row_offsets[p], row_slots(handle.plan, p), id_bytes};
-    from[p] = MessageLayout{headers[p].rows, headers[p].slots, id_bytes};
+    to[p] =
+        MessageLayout{handle.plan.row_offsets[p + 1] - handle.plan.row_offsets[p], row_slots(handle.plan, p), id_bytes, two_level ? node_masks[p].size() : 0};
+    from[p] = MessageLayout{headers[p].rows, headers[p].slots, id_bytes, static_cast<std::size_t>(headers[p].node_rows) * own_mask};
     send_size += align_up(to[p].bytes());
     receive_size += align_up(from[p].bytes());
   }
   std::byte* outgoing = send_bytes(send_size);
   std::byte* incoming = receive_bytes(receive_size);
   for (std::size_t p = 0; p < P(); ++p) {
-    pack_message(handle.plan, p, to[p], outgoing);
+    pack_message(handle.plan, p, to[p], two_level ? &node_masks[p] : nullptr, outgoing);
     send[p] = {outgoing, to[p].bytes()};
     receive[p] = {incoming, from[p].bytes()};
     outgoing += align_up(to[p].bytes());
@@ -208,25 +216,36 @@ void Exchange::Impl::exchange_metadata(DispatchHandle& handle, const std::vector
     if (p == rank()) continue;
     bytes.weights += static_cast<std::int64_t>(to[p].weights_bytes());
     bytes.ids += static_cast<std::int64_t>(to[p].ids_bytes());
-    bytes.counts += static_cast<std::int64_t>(to[p].counts_bytes());
+    bytes.counts += static_cast<std::int64_t>(to[p].counts_bytes() + to[p].masks_bytes);
   }
   all_to_all("plan slots", Phase::kPlan, times);
 
   RowMetadata metadata;
   metadata.row_slot_offsets.push_back(0);
-  std::vector<std::int64_t> row_offsets(P() + 1, 0);
+  std::vector<std::int64_t> row_offsets(P() + 1, 0), node_rows(P());
+  std::vector<const std::byte*> masks(P());
   for (std::size_t p = 0; p < P(); ++p) {
     row_offsets[p + 1] = row_offsets[p] + from[p].rows;
-    unpack_message(static_cast<const std::byte*>(receive[p].data), from[p], p, metadata);
+    const auto* message = static_cast<const std::byte*>(receive[p].data);
+    unpack_message(message, from[p], p, metadata);
+    node_rows[p] = headers[p].node_rows;
+    masks[p] = message + (from[p].bytes() - from[p].masks_bytes);
   }
+  if (two_level) plan_forwards(node_rows, masks, nodes, static_cast<int>(rank()), handle.nodes);
   handle.layout = make_receive_layout(placement.P, placement.L(), std::move(row_offsets), std::move(metadata.row_slot_offsets), metadata.slot_expert.data(),
                                       metadata.slot_weight.data(), config.alignment);
 }
 
-void Exchange::Impl::count_plan(const RouteView& route, const RoutePlan& plan) {
-  const std::int64_t own = plan.row_offsets[rank() + 1] - plan.row_offsets[rank()];
-  const std::int64_t remote = plan.num_rows() - own;
-  bytes.rows += remote;
+void Exchange::Impl::count_plan(const RouteView& route, const DispatchHandle& handle) {
+  const RoutePlan& plan = handle.plan;
+  const std::int64_t remote = plan.num_rows() - (plan.row_offsets[rank() + 1] - plan.row_offsets[rank()]);
+  const std::vector<std::int64_t>& sent = two_level ? handle.nodes.send_offsets : plan.row_offsets;
+  for (std::size_t p = 0; p < P(); ++p) {
+    const std::int64_t rows = sent[p + 1] - sent[p];
+    if (nodes.node_of[p] != nodes.node_of[rank()]) bytes.rows_between_nodes += rows;
+    if (p != rank()) bytes.rows += rows;
+    if (two_level && p != rank()) bytes.rows += handle.nodes.forward_offsets[p + 1] - handle.nodes.forward_offsets[p];
+  }
   bytes.dense_route_map += route.T * config.E;
   bytes.compact_route += route.T * config.K * static_cast<std::int64_t>(size_bytes(route.id_dtype));
   bytes.dense_probability_row += remote * config.E * 4;
@@ -241,7 +260,7 @@ void Exchange::Impl::check_dropless(const RouteView& route, const DispatchHandle
   }
   std::array<std::int64_t, 2> sums = {routes, handle.layout.S()};
   fabric.all_reduce(std::span<std::int64_t>(sums), ReduceOp::kSum, "plan dropless");
-  bytes.counts += static_cast<std::int64_t>((P() - 1) * sizeof(sums));
+  count_gather(sizeof(sums));
   if (handle.valid && sums[0] != sums[1]) {
     WB_FAIL(ErrorCode::kInternal, "dropless does not hold: {} routes became {} slots over {} ranks", sums[0], sums[1], P());
   }

@@ -2,45 +2,13 @@
 // Bytes: what is reported is what moved, and how it compares with dense maps.
 #include <gtest/gtest.h>
 
+#include "exchange/counting_fabric.h"
 #include "exchange/group.h"
 
 namespace waybill {
 namespace {
 
 using namespace testing_support;
-
-// Counts what leaves the rank; everything else goes through.
-class CountingFabric final : public Fabric {
- public:
-  explicit CountingFabric(Fabric& inner) : inner_(inner) {}
-  int rank() const override { return inner_.rank(); }
-  int size() const override { return inner_.size(); }
-  const char* engine() const override { return inner_.engine(); }
-  const Topology& topology() const override { return inner_.topology(); }
-  std::chrono::milliseconds timeout() const override { return inner_.timeout(); }
-  void barrier(std::string_view phase) override { inner_.barrier(phase); }
-  void all_gather(const void* send, void* receive, std::size_t bytes, std::string_view phase) override {
-    sent += static_cast<std::int64_t>(bytes) * (size() - 1);
-    inner_.all_gather(send, receive, bytes, phase);
-  }
-  std::unique_ptr<ExchangeRequest> all_to_all_start(std::span<const Span> send, std::span<const Span> receive, std::string_view phase) override {
-    for (int p = 0; p < size(); ++p) {
-      if (p != rank()) sent += static_cast<std::int64_t>(send[static_cast<std::size_t>(p)].bytes);
-    }
-    return inner_.all_to_all_start(send, receive, phase);
-  }
-  void all_reduce(std::span<float> values, ReduceOp op, std::string_view phase) override { inner_.all_reduce(values, op, phase); }
-  void all_reduce(std::span<double> values, ReduceOp op, std::string_view phase) override { inner_.all_reduce(values, op, phase); }
-  void all_reduce(std::span<std::int64_t> values, ReduceOp op, std::string_view phase) override { inner_.all_reduce(values, op, phase); }
-  void broadcast(void* data, std::size_t bytes, int root, std::string_view phase) override { inner_.broadcast(data, bytes, root, phase); }
-  std::unique_ptr<Fabric> split(int colour, int key, std::string_view name) override { return inner_.split(colour, key, name); }
-  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
-
-  std::int64_t sent = 0;
-
- private:
-  Fabric& inner_;
-};
 
 TEST(ExchangeBytes, TheReportIsWhatTheFabricMoved) {
   for (const int P : {1, 2, 3, 6}) {

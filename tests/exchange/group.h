@@ -102,6 +102,7 @@ struct RunOptions {
   DType x_dtype = DType::kF32, out_dtype = DType::kF32;
   bool weighted = false;
   ThreadPool* pool = nullptr;
+  int ranks_per_node = 0;  // of the threads engine
 };
 
 // plan, dispatch, identity experts, local reduce, combine. Buffers are poisoned with NaN before they are written.
@@ -130,11 +131,14 @@ inline RankResult run_rank(Exchange& exchange, const Group& group, std::size_t p
 
 inline std::vector<RankResult> run_group(const Group& group, const ExchangeConfig& config, const RunOptions& options = {}) {
   std::vector<RankResult> results(group.routes.size());
-  run_ranks(group.placement.P, [&](Fabric& fabric) {
-    const auto p = static_cast<std::size_t>(fabric.rank());
-    Exchange exchange(config, group.placement, fabric, options.pool);
-    results[p] = run_rank(exchange, group, p, options);
-  });
+  run_ranks(
+      group.placement.P,
+      [&](Fabric& fabric) {
+        const auto p = static_cast<std::size_t>(fabric.rank());
+        Exchange exchange(config, group.placement, fabric, options.pool);
+        results[p] = run_rank(exchange, group, p, options);
+      },
+      FabricOptions{.ranks_per_node = options.ranks_per_node});
   return results;
 }
 

@@ -228,7 +228,8 @@ bool mpi_launched() {
 std::unique_ptr<Fabric> make_mpi_fabric(const MpiOptions& options) {
   const std::shared_ptr<mpi::Transport> transport = mpi::Transport::get();
   const int W = transport->world_size();
-  WB_CHECK(options.ranks_per_node >= 0 && options.ranks_per_node <= W, "ranks_per_node = {} must be 0 (by host name) to {} (ranks)", options.ranks_per_node, W);
+  const int ranks_per_node = options.ranks_per_node != 0 ? options.ranks_per_node : options.fabric.ranks_per_node;
+  WB_CHECK(ranks_per_node >= 0 && ranks_per_node <= W, "ranks_per_node = {} must be 0 (by host name) to {} (ranks)", ranks_per_node, W);
   mpi::Group group;
   group.id = transport->agree_on_group_id();
   transport->reserve_group_ids(group.id + 1);
@@ -238,10 +239,10 @@ std::unique_ptr<Fabric> make_mpi_fabric(const MpiOptions& options) {
   for (int r = 0; r < W; ++r) {
     group.world_ranks.push_back(r);
     topology.domain_of.push_back(r);
-    if (options.ranks_per_node > 0) topology.node_of.push_back(r / options.ranks_per_node);
+    if (ranks_per_node > 0) topology.node_of.push_back(r / ranks_per_node);
   }
   auto fabric = std::make_unique<mpi::MpiFabric>(transport, std::move(group), options.fabric.timeout);
-  if (options.ranks_per_node == 0) topology.node_of = mpi::nodes_by_host(*fabric);
+  if (ranks_per_node == 0) topology.node_of = mpi::nodes_by_host(*fabric);
   fabric->set_topology(std::move(topology));
   return fabric;
 }

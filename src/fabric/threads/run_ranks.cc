@@ -63,7 +63,9 @@ class Failures {
 std::shared_ptr<threads::Hub> make_world(int P, const FabricOptions& options) {
   WB_CHECK(P >= 1 && P <= 4096, "the threads engine takes 1 to 4096 ranks, got P = {}", P);
   WB_CHECK(options.timeout.count() > 0, "the fabric's timeout must be positive, got {} ms", options.timeout.count());
+  WB_CHECK(options.ranks_per_node >= 0 && options.ranks_per_node <= P, "ranks_per_node = {} must be 0 (one node) to P = {}", options.ranks_per_node, P);
   Topology topology{std::vector<int>(static_cast<std::size_t>(P), 0), std::vector<int>(static_cast<std::size_t>(P), 0)};
+  for (int rank = 0; options.ranks_per_node > 0 && rank < P; ++rank) topology.node_of[static_cast<std::size_t>(rank)] = rank / options.ranks_per_node;
   return std::make_shared<threads::Hub>(P, "world", std::move(topology), options);
 }
 
