@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped GEMM: every local expert's matmul in one call, exactly the valid rows. Accumulation is fp32.
 // Letters: S rows, N output columns, C contraction length, L groups. Group g owns rows offsets[g] .. offsets[g+1].
+//
+// CPU: finished on return. Implementations avx512, avx2, portable and ref (the best one that runs, or WB_FORCE=gemm:<name>). A result is
+// bit-equal for any number of threads and does not depend on other rows; avx512 and avx2 agree bit for bit. `accumulate` adds the whole
+// sum once. Scratch is per thread, at most 2.5 MiB, and reused.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +17,7 @@ enum class WeightLayout : std::uint8_t { kLNC = 0, kLCN = 1 };  // [L, N, C] or 
 
 // y[s, :] = W_g a[s, :] for s in group g.
 //   a       [*, C] fp32 or bf16. Row s of the product reads a row s, or row a_rows[s] when a_rows is given ([S] int32;
-//           -1 = a padding row: the result is 0).
+//           -1 = a padding row: the result is 0, or unchanged when accumulating; no bias).
 //   weights [L, N, C] or [L, C, N], fp32 or bf16
 //   offsets [L+1] int32 on the tensors' device, increasing; offsets[L] <= rows of y. No alignment demanded.
 //   y       [S, N] fp32 or bf16; rows past offsets[L] are not written. accumulate: y += product (fp32 only).
@@ -35,6 +39,7 @@ struct GroupedGemmDgradArgs {
 WB_API void grouped_gemm_dgrad(const GroupedGemmDgradArgs& args, Stream stream = {});
 
 // dW_g = sum over the group's rows of dy[s]^T a[s]; an empty group's gradient is exactly 0 (or unchanged when accumulating).
+// A slot whose a_rows entry is -1 adds nothing to d_weights and d_bias, whatever dy holds there.
 struct GroupedGemmWgradArgs {
   TensorView a, dy, offsets, d_weights;  // d_weights as the weights' layout, fp32 (or bf16 when storing)
   WeightLayout layout = WeightLayout::kLNC;

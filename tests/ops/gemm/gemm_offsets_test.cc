@@ -1,35 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element offsets beyond 2^31, at their full values: the tensors are address space of which only a few pages are ever touched.
-#include <sys/mman.h>
-
-#include <array>
-
 #include "ops/gemm/gemm_test_util.h"
+#include "ops/gemm/sparse_memory.h"
 
 namespace waybill::testing {
 namespace {
-
-// Address space of `bytes` that reads as zeros.
-class Sparse {
- public:
-  explicit Sparse(std::int64_t bytes) : bytes_(static_cast<std::size_t>(bytes)) {
-    data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  }
-  ~Sparse() {
-    if (data_ != MAP_FAILED) munmap(data_, bytes_);
-  }
-  Sparse(const Sparse&) = delete;
-  Sparse& operator=(const Sparse&) = delete;
-  bool ok() const { return data_ != MAP_FAILED; }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  std::size_t bytes_;
-  void* data_;
-};
 
 constexpr std::int64_t kRows = 304000, kH = 7168;  // T*K = 38,000 * 8 rows
 constexpr std::int64_t kTwo31 = std::int64_t{1} << 31;
@@ -98,23 +73,6 @@ TEST(GemmOffsets, F13_RowStridesBeyond2To31ElementsAreFollowed) {
   gemm({a_view, b, c_view, false, false, false});
   gemm({small, b, expected, false, false, false});
   for (std::int64_t i = 0; i < m; ++i) EXPECT_EQ(std::memcmp(c.as<float>() + i * stride, expected.as<float>() + i * n, static_cast<std::size_t>(n) * 4), 0);
-}
-
-// Real rows, not a gather: the product reads 4.1 GiB of zero pages and writes one column. Slow, little memory.
-TEST(GemmOffsetsSlow, F13_EveryRowOfALongTensorIsRead) {
-  const Sparse a(kRows * kH * 2);
-  if (!a.ok()) GTEST_SKIP() << "needs 4.1 GiB of address space";
-  const std::array<std::int64_t, 8> sampled = {0, 149796, 149797, 299591, 299592, 299593, 299594, 303999};
-  for (const std::int64_t row : sampled) a.as<bf16>()[row * kH + kH - 1] = bf16(static_cast<float>(row % 251 + 1));
-  const Tensor w = filled_tensor(DType::kBF16, {1, 1, kH}, 2.0f), offsets = offsets_of({kRows}), y(DType::kF32, {kRows, 1});
-  grouped_gemm({TensorView::of(a.as<bf16>(), {kRows, kH}), w, offsets, y, WeightLayout::kLNC, {}, {}, false});
-  double others = 0;
-  for (std::int64_t row = 0; row < kRows; ++row) others += y.as<float>()[row];
-  for (const std::int64_t row : sampled) {
-    EXPECT_EQ(y.as<float>()[row], 2.0f * static_cast<float>(row % 251 + 1));
-    others -= y.as<float>()[row];
-  }
-  EXPECT_EQ(others, 0.0);
 }
 
 }  // namespace
