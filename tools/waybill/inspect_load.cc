@@ -17,6 +17,7 @@ namespace {
 
 struct LayerLoad {
   std::vector<std::int64_t> counts, rank_slots;
+  std::int64_t experts_per_bin = 1;  // layers with very many experts are recorded in equal bins
 };
 
 void add_to(std::vector<std::int64_t>& sum, const nlohmann::json& values) {
@@ -37,6 +38,7 @@ std::map<int, LayerLoad> sum_loads(const std::vector<nlohmann::json>& steps, std
     for (const nlohmann::json& layer : steps[i].value("layers", nlohmann::json::array())) {
       LayerLoad& load = layers[layer.at("layer").get<int>()];
       add_to(load.counts, layer.at("counts"));
+      load.experts_per_bin = layer.value("experts_per_bin", std::int64_t{1});
       if (layer.contains("rank_slots")) add_to(load.rank_slots, layer["rank_slots"]);
     }
   }
@@ -66,11 +68,12 @@ void run(const std::string& folder, std::int64_t last, int num_hot) {
     std::stable_sort(order.begin(), order.end(), [&counts](std::size_t a, std::size_t b) { return counts[a] > counts[b]; });
     std::vector<std::string> hot;
     for (std::size_t i = 0; i < order.size() && static_cast<int>(i) < num_hot; ++i) {
-      hot.push_back(fmt::format("{} ({:.1f}%)", order[i], total > 0 ? 100 * static_cast<double>(counts[order[i]]) / total : 0));
+      hot.push_back(fmt::format("{} ({:.1f}%)", static_cast<std::int64_t>(order[i]) * load.experts_per_bin,
+                                total > 0 ? 100 * static_cast<double>(counts[order[i]]) / total : 0));
     }
-    table.add({fmt::format("{}", layer), fmt::format("{}", counts.size()), fmt::format("{}", std::count(counts.begin(), counts.end(), 0)),
-               fmt::format("{:.2f}", max_over_mean(counts)), load.rank_slots.empty() ? "" : fmt::format("{:.2f}", max_over_mean(load.rank_slots)),
-               fmt::format("{}", fmt::join(hot, ", "))});
+    table.add({fmt::format("{}", layer), fmt::format("{}", static_cast<std::int64_t>(counts.size()) * load.experts_per_bin),
+               fmt::format("{}", std::count(counts.begin(), counts.end(), 0)), fmt::format("{:.2f}", max_over_mean(counts)),
+               load.rank_slots.empty() ? "" : fmt::format("{:.2f}", max_over_mean(load.rank_slots)), fmt::format("{}", fmt::join(hot, ", "))});
   }
   table.print(stdout);
   fmt::print("\nload of each expert in halves of the mean (2 = mean, blank = idle):\n");

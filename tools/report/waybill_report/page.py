@@ -68,7 +68,7 @@ def render(run):
             parts.append(f'<p class="none">{section.__name__.replace("_", " ")}: not recorded by this run</p>')
         else:
             # The div ids are fixed, so that the same run gives the same file.
-            parts.append(plotly_io.to_html(figure, include_plotlyjs=False, full_html=False, div_id=section.__name__, config={"displaylogo": False}))
+            parts.append(plotly_io.to_html(figure, include_plotlyjs=False, full_html=False, div_id=section.__name__, config={"displayModeBar": False}))
     if run.sample:
         parts.append(f"<h2>Sample</h2><pre>{html.escape(run.sample)}</pre>")
     if run.config:

@@ -8,7 +8,7 @@ PHASES = ["gate", "router", "plan", "dispatch", "expert_gemm", "activation", "co
           "grad_reduce", "optimizer", "other"]  # fmt: skip
 COLORS = ["#4C78A8", "#F58518", "#E45756", "#72B7B2", "#54A24B", "#EECA3B", "#B279A2", "#FF9DA6", "#9D755D", "#BAB0AC", "#1F77B4",
           "#8C6D31", "#7F7F7F", "#C7C7C7"]  # fmt: skip
-SENT = ["payload", "ids", "weights", "counts"]
+SENT = ["payload", "combined", "ids", "weights", "counts"]
 
 
 def styled(figure, title, x_title, y_title, height=380):
@@ -44,6 +44,11 @@ def imbalance(values):
 
 def layer_ids(run):
     return sorted({layer["layer"] for step in run.steps for layer in step.get("layers", []) if layer.get("counts")})
+
+
+def experts_per_row(run, layer_id):
+    """Experts behind one value of `counts`: layers with very many experts are recorded in equal bins."""
+    return next((layer.get("experts_per_bin", 1) for step in run.steps for layer in step.get("layers", []) if layer.get("layer") == layer_id), 1)
 
 
 def layer_rows(steps, layer_id, key):
@@ -102,11 +107,12 @@ def expert_load(run):
         rows = layer_rows(steps, layer, "counts")
         bounds = chunk_bounds(len(rows))
         num_experts = len(rows[0])
+        per_row = experts_per_row(run, layer)
         z = []
         for expert in range(num_experts):
             z.append([relative_load(rows[begin:end], expert, num_experts) for begin, end in bounds])
-        figure.add_heatmap(z=z, x=[steps[begin]["step"] for begin, _ in bounds], y=list(range(num_experts)), visible=index == 0, zmin=0, zmax=3,
-                           colorscale="RdBu_r", zmid=1, colorbar={"title": "load / mean"},
+        figure.add_heatmap(z=z, x=[steps[begin]["step"] for begin, _ in bounds], y=[expert * per_row for expert in range(num_experts)], visible=index == 0, zmin=0, zmax=2,
+                           colorscale="RdBu_r", colorbar={"title": "load / mean"},
                            hovertemplate="step %{x}, expert %{y}: %{z:.2f} x mean<extra></extra>")  # fmt: skip
         buttons.append({"label": f"layer {layer}", "method": "update", "args": [{"visible": [i == index for i in range(len(layers))]}]})
     figure.update_layout(updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.18, "yanchor": "top"}])
@@ -154,8 +160,8 @@ def sent_bytes(run):
     if not records:
         return None
     average = {key: mean(record.get(key, 0) for record in records) for key in records[0]}
-    parts = [(key, average.get(key, 0), 0) for key in SENT if key != "payload"]
-    parts.insert(0, ("payload", average.get("payload", 0), average.get("payload", 0)))
+    # The rows themselves travel in both designs.
+    parts = [(key, average.get(key, 0), average.get(key, 0) if key in ("payload", "combined") else 0) for key in SENT]
     parts.append(("route map [T, E]", 0, average.get("dense_route_map", 0)))
     parts.append(("full probability rows", 0, average.get("dense_probability_row", 0)))
     figure = go.Figure()
