@@ -74,7 +74,8 @@ WB_API wb_status wb_exchange_combine(wb_exchange* exchange, const wb_dispatch* d
 WB_API wb_status wb_exchange_return_slot_values(wb_exchange* exchange, const wb_dispatch* dispatch, const float* slot_values, float* d_weights) WB_NOEXCEPT;
 /* Local steps of the receiver: rows [R, H] -> y [S_padded, H]; z [R, H] = sum over a row's slots in order k. */
 WB_API wb_status wb_permute(const wb_dispatch* dispatch, const wb_tensor* rows, const wb_tensor* y, const wb_stream* stream) WB_NOEXCEPT;
-WB_API wb_status wb_unpermute_reduce(const wb_dispatch* dispatch, const wb_tensor* y, int32_t weighted, const wb_tensor* z, const wb_stream* stream) WB_NOEXCEPT;
+WB_API wb_status wb_unpermute_reduce(const wb_dispatch* dispatch, const wb_tensor* y, int32_t weighted, const wb_tensor* z,
+                                     const wb_stream* stream) WB_NOEXCEPT;
 /* dy [S_padded, H] = weight * dz[row]; d_weight [S_padded] = <y[s], dz[row]> or null, then y may be null too. */
 WB_API wb_status wb_unpermute_reduce_backward(const wb_dispatch* dispatch, const wb_tensor* y, int32_t weighted, const wb_tensor* dz, const wb_tensor* dy,
                                               float* d_weight, const wb_stream* stream) WB_NOEXCEPT;
@@ -103,6 +104,12 @@ typedef struct wb_moe_config {
   int32_t expert_bias;
   float global_coefficient, bias_update_rate;
   int32_t mode, combine_wire, recompute, debug_checks;
+  double capacity_factor; /* 0 = dropless; else an expert takes at most ceil(factor * T * K / E) routes of a rank's T tokens */
+  int32_t pad_to_capacity;
+  int32_t expert_tensor_parallel; /* F split over this many ranks */
+  int32_t aux_counts_unbiased;    /* 1: losses count the set chosen without bias and groups */
+  int32_t allow_dense_map;        /* 0: refuse batches whose compact routes are not legal */
+  int32_t force_dense_map, reserved;
 } wb_moe_config;
 WB_API wb_status wb_moe_config_init(wb_moe_config* config, uint64_t struct_size) WB_NOEXCEPT;
 
@@ -124,8 +131,18 @@ WB_API wb_status wb_moe_layer_create(const wb_moe_config* config, wb_fabric* ep,
 WB_API void wb_moe_layer_destroy(wb_moe_layer* layer) WB_NOEXCEPT;
 WB_API wb_status wb_moe_step_create(wb_moe_step** step) WB_NOEXCEPT;
 WB_API void wb_moe_step_destroy(wb_moe_step* step) WB_NOEXCEPT;
-/* x, out [T, H] fp32. padding_mask [T] u8 or null. training = 0 saves nothing. Collective. */
-WB_API wb_status wb_moe_forward(wb_moe_layer* layer, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_tensor* padding_mask, int32_t training,
+typedef struct wb_moe_forward_options {
+  uint64_t struct_size;
+  wb_tensor padding_mask;             /* [T] u8, 1 = padding, or not given */
+  const wb_route* replay;             /* take these routes' ids, or null; given on every rank or on none */
+  int64_t token_offset;               /* of row 0 in the global batch */
+  double loss_tokens, loss_sequences; /* what the losses are averaged over; 0 = this call's, all ranks */
+  int32_t training;                   /* 0: nothing is saved, no loss is computed, no counter moves */
+  int32_t reserved;
+} wb_moe_forward_options;
+WB_API wb_status wb_moe_forward_options_init(wb_moe_forward_options* options, uint64_t struct_size) WB_NOEXCEPT;
+/* x, out [T, H] fp32. options may be null: training, no padding. Collective. */
+WB_API wb_status wb_moe_forward(wb_moe_layer* layer, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_moe_forward_options* options,
                                 const wb_tensor* out, wb_moe_step* step) WB_NOEXCEPT;
 /* dx [T, H] is written, gradients are added to. Collective. */
 WB_API wb_status wb_moe_backward(wb_moe_layer* layer, const wb_moe_tensors* parameters, const wb_moe_tensors* gradients, const wb_tensor* x,
@@ -141,6 +158,8 @@ typedef struct wb_moe_step_info {
   int32_t valid, reserved;
   wb_step_status status;
 } wb_moe_step_info;
+/* bias += rate * sign(mean(counts) - counts), once per optimizer step; bias [E] fp32, counts [E] over all ranks. */
+WB_API wb_status wb_update_expert_bias(float* bias, const int64_t* counts, int64_t E, float rate, int32_t subtract_mean) WB_NOEXCEPT;
 WB_API wb_status wb_moe_step_get_info(const wb_moe_step* step, wb_moe_step_info* info) WB_NOEXCEPT;
 
 /* ---- training -------------------------------------------------------------------------------------------------------- */
@@ -151,9 +170,9 @@ typedef struct wb_train_progress {
   int32_t event;
   int32_t valid; /* 0: this step's update was skipped */
   int64_t step;
-  double loss; /* nats per token: of the step, or held-out for WB_TRAIN_EVAL */
+  double loss;                                            /* nats per token: of the step, or held-out for WB_TRAIN_EVAL */
   double grad_norm, learning_rate, step_ms, tokens_per_s; /* WB_TRAIN_STEP only */
-  int64_t tokens; /* so far */
+  int64_t tokens;                                         /* so far */
 } wb_train_progress;
 /* Called in order from rank 0's thread; valid during the call. Nonzero: the step in work is finished, a checkpoint saved, and the run ends. */
 typedef int32_t (*wb_train_callback)(const wb_train_progress* progress, void* user);

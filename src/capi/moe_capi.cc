@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The MoE layer.
+#include <span>
+
 #include "handles.h"
+#include "waybill/balance.h"
 #include "waybill/moe.h"
 
 using namespace waybill;
@@ -30,7 +33,15 @@ wb_moe_config default_moe_config() {
   config.mode = static_cast<std::int32_t>(defaults.mode);
   config.combine_wire = static_cast<std::int32_t>(defaults.combine_wire);
   config.recompute = static_cast<std::int32_t>(defaults.recompute);
+  config.expert_tensor_parallel = defaults.expert_tensor_parallel;
+  config.allow_dense_map = defaults.allow_dense_map ? 1 : 0;
   return config;
+}
+
+wb_moe_forward_options default_forward_options() {
+  wb_moe_forward_options options{};
+  options.training = 1;
+  return options;
 }
 
 MoeConfig to_moe_config(const wb_moe_config* config) {
@@ -59,6 +70,12 @@ MoeConfig to_moe_config(const wb_moe_config* config) {
   result.alignment = given.alignment;
   result.recompute = checked_enum(given.recompute, Recompute::kLayer, "recompute");
   result.debug_checks = given.debug_checks != 0;
+  result.capacity_factor = given.capacity_factor;
+  result.pad_to_capacity = given.pad_to_capacity != 0;
+  result.expert_tensor_parallel = given.expert_tensor_parallel;
+  result.aux_counts = given.aux_counts_unbiased != 0 ? AuxCounts::kUnbiased : AuxCounts::kDispatch;
+  result.allow_dense_map = given.allow_dense_map != 0;
+  result.force_dense_map = given.force_dense_map != 0;
   return result;
 }
 
@@ -99,14 +116,36 @@ wb_status wb_moe_step_create(wb_moe_step** step) noexcept {
 
 void wb_moe_step_destroy(wb_moe_step* step) noexcept { delete step; }
 
-wb_status wb_moe_forward(wb_moe_layer* layer, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_tensor* padding_mask, int32_t training,
-                         const wb_tensor* out, wb_moe_step* step) noexcept {
+wb_status wb_moe_forward_options_init(wb_moe_forward_options* options, uint64_t struct_size) noexcept {
+  return guarded([&] { init_struct(options, struct_size, default_forward_options(), "options"); });
+}
+
+wb_status wb_moe_forward(wb_moe_layer* layer, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_moe_forward_options* options, const wb_tensor* out,
+                         wb_moe_step* step) noexcept {
   return guarded([&] {
-    MoeForwardOptions options;
-    if (padding_mask != nullptr) options.padding_mask = to_view(*padding_mask, "padding_mask");
-    options.training = training != 0;
+    const wb_moe_forward_options given = options == nullptr ? default_forward_options() : read_struct(options, "options", default_forward_options());
+    MoeForwardOptions forward;
+    forward.padding_mask = to_view(given.padding_mask, "options.padding_mask");
+    forward.training = given.training != 0;
+    forward.token_offset = given.token_offset;
+    forward.loss_tokens = given.loss_tokens;
+    forward.loss_sequences = given.loss_sequences;
+    Route replay;
+    if (given.replay != nullptr) {
+      replay = Route::copy_of(to_route(given.replay, "options.replay"));
+      forward.replay = &replay;
+    }
     required(layer, "layer")
-        .layer.forward(to_moe_tensors(parameters, "parameters"), to_view(x, "x"), to_view(out, "out"), required(step, "step").step, options);
+        .layer.forward(to_moe_tensors(parameters, "parameters"), to_view(x, "x"), to_view(out, "out"), required(step, "step").step, forward);
+  });
+}
+
+wb_status wb_update_expert_bias(float* bias, const int64_t* counts, int64_t E, float rate, int32_t subtract_mean) noexcept {
+  return guarded([&] {
+    WB_CHECK(E >= 1, "E is {}, it must be positive", E);
+    const auto size = static_cast<std::size_t>(E);
+    update_expert_bias(std::span<float>(&required(bias, "bias"), size), std::span<const std::int64_t>(&required(counts, "counts"), size), rate,
+                       subtract_mean != 0);
   });
 }
 

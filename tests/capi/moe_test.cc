@@ -48,7 +48,7 @@ LayerResult run_layer(int P) {
     gradients.w1.data = const_cast<float*>(slice(result.d_w1, L * 2 * kF * kH));
     gradients.w2.data = const_cast<float*>(slice(result.d_w2, L * kH * kF));
     const wb_tensor x_tensor = tensor(slice(x, T * kH), WB_F32, {T, kH}), out = tensor(slice(result.out, T * kH), WB_F32, {T, kH});
-    ASSERT_WB_OK(wb_moe_forward(layer, &parameters, &x_tensor, nullptr, 1, &out, step));
+    ASSERT_WB_OK(wb_moe_forward(layer, &parameters, &x_tensor, nullptr, &out, step));
     auto info = sized<wb_moe_step_info>();
     ASSERT_WB_OK(wb_moe_step_get_info(step, &info));
     std::int64_t total = 0;
@@ -85,6 +85,54 @@ TEST(CApiMoe, ResultsDoNotDependOnTheNumberOfRanks) {
   EXPECT_GT(sum, 0.1) << "the gradient must not be trivially zero";
 }
 
+// A replayed route takes the place of the router's choice: every token goes to expert 3 first.
+TEST(CApiMoe, ReplayTakesTheGivenRoutes) {
+  on_ranks(1, [](wb_fabric* fabric, int) {
+    const auto x = normals(kT * kH, 1), gate = normals(kE * kH, 2), w1 = normals(kE * 2 * kF * kH, 3), w2 = normals(kE * kH * kF, 4);
+    std::vector<float> out(x.size());
+    wb_moe_config config{};
+    ASSERT_WB_OK(wb_moe_config_init(&config, sizeof config));
+    config.router.E = kE;
+    config.router.K = kK;
+    config.H = kH;
+    config.F = kF;
+    wb_moe_layer* layer = nullptr;
+    wb_moe_step* step = nullptr;
+    ASSERT_WB_OK(wb_moe_layer_create(&config, fabric, fabric, nullptr, &layer));
+    ASSERT_WB_OK(wb_moe_step_create(&step));
+    auto parameters = sized<wb_moe_tensors>();
+    parameters.gate = tensor(gate.data(), WB_F32, {kE, kH});
+    parameters.w1 = tensor(w1.data(), WB_F32, {kE, 2 * kF, kH});
+    parameters.w2 = tensor(w2.data(), WB_F32, {kE, kH, kF});
+    RouteMemory replay(kT, kK, kE);
+    for (std::int64_t t = 0; t < kT; ++t) {
+      replay.ids[static_cast<std::size_t>(t * kK)] = 3;
+      replay.ids[static_cast<std::size_t>(t * kK + 1)] = 1;
+    }
+    replay.weights.assign(replay.weights.size(), 0.5f);
+    replay.counts = {0, kT, 0, kT};
+    wb_moe_forward_options options{};
+    ASSERT_WB_OK(wb_moe_forward_options_init(&options, sizeof options));
+    options.replay = &replay.route;
+    const wb_tensor x_tensor = tensor(x.data(), WB_F32, {kT, kH}), out_tensor = tensor(out.data(), WB_F32, {kT, kH});
+    ASSERT_WB_OK(wb_moe_forward(layer, &parameters, &x_tensor, &options, &out_tensor, step));
+    auto info = sized<wb_moe_step_info>();
+    ASSERT_WB_OK(wb_moe_step_get_info(step, &info));
+    EXPECT_EQ(std::vector<std::int64_t>(info.expert_counts, info.expert_counts + kE), (std::vector<std::int64_t>{0, kT, 0, kT}));
+    wb_moe_step_destroy(step);
+    wb_moe_layer_destroy(layer);
+  });
+}
+
+TEST(CApiMoe, BiasUpdateMovesTowardsTheMean) {
+  std::vector<float> bias = {0, 0, 0};
+  const std::vector<std::int64_t> counts = {4, 2, 0};
+  ASSERT_WB_OK(wb_update_expert_bias(bias.data(), counts.data(), 3, 0.5f, 0));
+  EXPECT_EQ(bias, (std::vector<float>{-0.5f, 0, 0.5f}));
+  EXPECT_EQ(wb_update_expert_bias(nullptr, counts.data(), 3, 0.5f, 0), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_update_expert_bias(bias.data(), counts.data(), 0, 0.5f, 0), WB_INVALID_ARGUMENT);
+}
+
 TEST(CApiMoe, DefaultsAreThoseOfTheCppConfig) {
   wb_moe_config config{};
   ASSERT_WB_OK(wb_moe_config_init(&config, sizeof config));
@@ -95,6 +143,8 @@ TEST(CApiMoe, DefaultsAreThoseOfTheCppConfig) {
   EXPECT_EQ(config.activation_alpha, cpp.activation.alpha);
   EXPECT_EQ(config.alignment, cpp.alignment);
   EXPECT_EQ(config.receive_factor, cpp.receive_factor);
+  EXPECT_EQ(config.expert_tensor_parallel, cpp.expert_tensor_parallel);
+  EXPECT_EQ(config.allow_dense_map, cpp.allow_dense_map ? 1 : 0);
 }
 
 }  // namespace

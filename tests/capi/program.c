@@ -7,13 +7,13 @@
 
 #include "waybill/waybill.h"
 
-#define REQUIRE(call)                                                                  \
-  do {                                                                                 \
-    wb_status status_ = (call);                                                        \
-    if (status_ != WB_OK) {                                                            \
+#define REQUIRE(call)                                                                   \
+  do {                                                                                  \
+    wb_status status_ = (call);                                                         \
+    if (status_ != WB_OK) {                                                             \
       fprintf(stderr, "%s: %s: %s\n", #call, wb_status_name(status_), wb_last_error()); \
-      return 1;                                                                        \
-    }                                                                                  \
+      return 1;                                                                         \
+    }                                                                                   \
   } while (0)
 
 static wb_tensor matrix(void* data, int32_t dtype, int64_t rows, int64_t columns) {
