@@ -19,8 +19,8 @@ cd "$root"
 source scripts/sanitizer_env.sh
 
 # Programs of the short form. asan: everything that indexes memory from data. tsan: everything that runs ranks or a pool.
-short_asan=(test_core test_route test_router test_exchange test_capi)
-short_tsan=(test_core test_fabric test_exchange test_moe)
+short_asan=(test_core test_route test_ops_router test_ops_gemm test_exchange)
+short_tsan=(test_core test_fabric test_exchange)
 
 for preset in "${presets[@]}"; do
   if [ $short = 0 ]; then
