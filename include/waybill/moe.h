@@ -40,6 +40,9 @@ struct MoeConfig {
   double receive_factor = 0;  // 0 = default of the mode: worst case in eager, 1.5 in captured
   std::int64_t T_max = 0;
   CombineWire combine_wire = CombineWire::kF32;
+  Hierarchy hierarchy = Hierarchy::kFlat;  // of the exchange
+  // The shared expert's matmuls that need no routed result run between the halves of dispatch, in forward and backward. Same bits.
+  bool overlap_shared = true;
   std::int64_t alignment = 1;
   Recompute recompute = Recompute::kNone;
   bool debug_checks = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trains a model as a run config says: W ranks as threads of this process, a run folder with config, metrics, checkpoints and sample.
+// Trains a model as a run config says: W ranks as threads of this process or as processes, a run folder with config, metrics, checkpoints and sample.
 //   RUN/config.toml (resolved)  RUN/metrics.jsonl  RUN/checkpoints/step_*/  RUN/sample.txt
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "waybill/fabric.h"
 #include "waybill/metrics.h"
 #include "waybill/train_config.h"
 
@@ -15,6 +16,10 @@ namespace waybill {
 struct TrainOptions {
   std::string run_dir;  // new: must not exist or be empty. resume: continued from its newest checkpoint
   bool resume = false;
+  // This process's rank of a world of processes (make_mpi_fabric); null: W ranks as threads of this process. With a world, every rank
+  // calls train() with the same config and run_dir, on one file system. Rank 0 writes the folder's files (every rank its part of a
+  // checkpoint), calls the observer and has the losses and the sample in its result. The bits are those of W threads.
+  Fabric* world = nullptr;
   bool reshard = false;                     // allow a resume at another P or D (weights and moments bit-equal, later losses within rounding)
   const std::atomic<bool>* stop = nullptr;  // set: the step in work is finished, a checkpoint saved, and train() returns
 };

@@ -32,15 +32,16 @@ void SharedExpert::activate(const TensorView& h, Tensor& a) const {
 
 void SharedExpert::add_output(const TensorView& a, const TensorView& out) const { project(a, w2, out, true, stream); }
 
-void SharedExpert::backward(const TensorView& x, const TensorView& h, const TensorView& a, const TensorView& d_out, const TensorView& d_w1,
-                            const TensorView& d_w2, Tensor& da, Tensor& dh, const TensorView& dx) const {
+void SharedExpert::backward_weights(const TensorView& x, const TensorView& h, const TensorView& a, const TensorView& d_out, const TensorView& d_w1,
+                                    const TensorView& d_w2, Tensor& da, Tensor& dh) const {
   da.resize(DType::kF32, {x.shape[0], w2.shape[1]});
   dh.resize(DType::kF32, {x.shape[0], w1.shape[0]});
   project_backward_weight(d_out, a, d_w2, stream);
   project_backward_input(d_out, w2, da, false, stream);
   activation_backward(activation, h, nullptr, da, dh, nullptr, stream);
   project_backward_weight(dh, x, d_w1, stream);
-  project_backward_input(dh, w1, dx, true, stream);
 }
+
+void SharedExpert::add_input_gradient(const TensorView& dh, const TensorView& dx) const { project_backward_input(dh, w1, dx, true, stream); }
 
 }  // namespace waybill::moe

@@ -21,9 +21,10 @@ struct SharedExpert {
   void hidden(const TensorView& x, Tensor& h) const;
   void activate(const TensorView& h, Tensor& a) const;
   void add_output(const TensorView& a, const TensorView& out) const;
-  // dx += ..., d_w1 += ..., d_w2 += ...; da and dh are scratch.
-  void backward(const TensorView& x, const TensorView& h, const TensorView& a, const TensorView& d_out, const TensorView& d_w1, const TensorView& d_w2,
-                Tensor& da, Tensor& dh, const TensorView& dx) const;
+  // d_w1 += ..., d_w2 += ...; dh is written, da is scratch. Then the input's gradient: dx += dh w1.
+  void backward_weights(const TensorView& x, const TensorView& h, const TensorView& a, const TensorView& d_out, const TensorView& d_w1, const TensorView& d_w2,
+                        Tensor& da, Tensor& dh) const;
+  void add_input_gradient(const TensorView& dh, const TensorView& dx) const;
 };
 
 }  // namespace waybill::moe

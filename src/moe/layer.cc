@@ -34,6 +34,7 @@ void MoeLayer::Impl::build_paths() {
   exchange.mode = config.mode;
   exchange.receive_factor = config.mode == ExchangeMode::kCaptured ? factor : 0;
   exchange.combine_wire = config.combine_wire;
+  exchange.hierarchy = config.hierarchy;
   exchange.alignment = config.alignment;
   exchange.debug_checks = config.debug_checks;
   if ((static_reasons & (kDenseMapTopK | kDenseMapFabric)) == 0) compact = std::make_unique<moe::CompactPath>(exchange, placement, ep, stream.pool);

@@ -25,7 +25,7 @@ void MoeLayer::Impl::backward(const Backward& b) {
   }
   recompute(b);
   backward_experts(b);
-  if (config.shared_F > 0) backward_shared(b);
+  if (config.shared_F > 0) add_shared_input_gradient(b);
   if ((b.step.dense_map_reasons & kDenseMapCallerMap) == 0) backward_router(b);
   count_bytes(path(b.step));
   expert_flops += 2 * moe::expert_forward_flops(config, b.step.slots);
@@ -64,7 +64,9 @@ void MoeLayer::Impl::backward_experts(const Backward& b) {
     d_combined = d_latent_out;
   }
   moe::RowPath& rows_path = path(b.step);
-  rows_path.dispatch(b.saved.handle, d_combined, dz, b.times);
+  PendingRows pending = rows_path.dispatch_start(b.saved.handle, d_combined, dz, b.times);
+  if (config.overlap_shared) backward_shared_weights(b);
+  pending.finish(b.times);
   d_slot_weight.resize(DType::kF32, {b.saved.handle.layout().S_padded()});
   moe::experts_backward(experts(b.parameters, b.saved, b.times), b.gradients, keep(b.saved, &MoeStep::Saved::rows, Recompute::kActivation),
                         keep(b.saved, &MoeStep::Saved::h, Recompute::kActivation), keep(b.saved, &MoeStep::Saved::a, Recompute::kNone), dz, expert_scratch,
@@ -99,11 +101,18 @@ void MoeLayer::Impl::return_weights(const Backward& b) {
   }
 }
 
-void MoeLayer::Impl::backward_shared(const Backward& b) {
+void MoeLayer::Impl::backward_shared_weights(const Backward& b) {
+  if (config.shared_F == 0) return;
   const PhaseScope scope(b.times, Phase::kShared);
   shared(b.parameters)
-      .backward(b.x, keep(b.saved, &MoeStep::Saved::shared_h, Recompute::kActivation), keep(b.saved, &MoeStep::Saved::shared_a, Recompute::kNone), b.d_out,
-                b.gradients.shared_w1, b.gradients.shared_w2, shared_da, shared_dh, b.dx);
+      .backward_weights(b.x, keep(b.saved, &MoeStep::Saved::shared_h, Recompute::kActivation), keep(b.saved, &MoeStep::Saved::shared_a, Recompute::kNone),
+                        b.d_out, b.gradients.shared_w1, b.gradients.shared_w2, shared_da, shared_dh);
+}
+
+void MoeLayer::Impl::add_shared_input_gradient(const Backward& b) {
+  if (!config.overlap_shared) backward_shared_weights(b);
+  const PhaseScope scope(b.times, Phase::kShared);
+  shared(b.parameters).add_input_gradient(shared_dh, b.dx);
 }
 
 // d_weights and the losses -> d_logits -> gate gradient and dx (+=). With both aux losses on, the global one takes a second pass

@@ -254,7 +254,9 @@ void MoeLayer::Impl::run_experts(const Forward& f) {
   Tensor& rows = keep(f.saved, &MoeStep::Saved::rows, Recompute::kActivation);
   Tensor& h = keep(f.saved, &MoeStep::Saved::h, Recompute::kActivation);
   Tensor& a = keep(f.saved, &MoeStep::Saved::a, Recompute::kNone);
-  rows_path.dispatch(f.saved.handle, sent, rows, f.times);
+  PendingRows pending = rows_path.dispatch_start(f.saved.handle, sent, rows, f.times);
+  if (config.overlap_shared) prepare_shared(f);
+  pending.finish(f.times);
   const moe::ExpertContext context = experts(f.parameters, f.saved, f.times);
   moe::experts_first_matmul(context, rows, h);
   moe::experts_activation(context, h, a);
@@ -269,14 +271,19 @@ void MoeLayer::Impl::run_experts(const Forward& f) {
   moe::project(f.saved.latent_out, f.parameters.latent_up, f.out, /*accumulate=*/false, stream);
 }
 
-void MoeLayer::Impl::add_shared(const Forward& f) {
+void MoeLayer::Impl::prepare_shared(const Forward& f) {
+  if (config.shared_F == 0) return;
   const PhaseScope scope(f.times, Phase::kShared);
   Tensor& h = keep(f.saved, &MoeStep::Saved::shared_h, Recompute::kActivation);
-  Tensor& a = keep(f.saved, &MoeStep::Saved::shared_a, Recompute::kNone);
   const moe::SharedExpert expert = shared(f.parameters);
   expert.hidden(f.x, h);
-  expert.activate(h, a);
-  expert.add_output(a, f.out);
+  expert.activate(h, keep(f.saved, &MoeStep::Saved::shared_a, Recompute::kNone));
+}
+
+void MoeLayer::Impl::add_shared(const Forward& f) {
+  if (!config.overlap_shared) prepare_shared(f);
+  const PhaseScope scope(f.times, Phase::kShared);
+  shared(f.parameters).add_output(keep(f.saved, &MoeStep::Saved::shared_a, Recompute::kNone), f.out);
 }
 
 void MoeLayer::Impl::finish(const Forward& f) {

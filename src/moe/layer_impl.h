@@ -67,6 +67,7 @@ struct MoeLayer::Impl {
   void plan(const Forward& f);
   moe::RowHandle plan_routes(const Forward& f);
   void run_experts(const Forward& f);
+  void prepare_shared(const Forward& f);  // what needs no routed result; once a forward
   void add_shared(const Forward& f);
   void finish(const Forward& f);
 
@@ -79,7 +80,8 @@ struct MoeLayer::Impl {
   void recompute(const Backward& b);
   void backward_experts(const Backward& b);
   void return_weights(const Backward& b);
-  void backward_shared(const Backward& b);
+  void backward_shared_weights(const Backward& b);  // what needs no routed result; once a backward
+  void add_shared_input_gradient(const Backward& b);
   void backward_router(const Backward& b);
 
   MoeConfig config;

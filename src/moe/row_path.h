@@ -24,6 +24,11 @@ class RowPath {
   // pad_capacity >= 0: every expert gets this many slots from this rank, padded with nothing (dense-map path only).
   virtual RowHandle plan(const RouteView& route, std::int64_t pad_capacity, PhaseTimes* times) = 0;
   virtual void dispatch(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) = 0;
+  // dispatch in two halves (see Exchange::dispatch_start). A path without halves does all of it here and leaves nothing pending.
+  virtual PendingRows dispatch_start(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) {
+    dispatch(handle, x, rows, times);
+    return {};
+  }
   virtual void combine(const RowHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) = 0;
   virtual void return_slot_values(const RowHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times) = 0;
   virtual const ExchangeBytes& bytes() const = 0;
@@ -36,6 +41,9 @@ class CompactPath final : public RowPath {
 
   RowHandle plan(const RouteView& route, std::int64_t /*pad_capacity*/, PhaseTimes* times) override { return RowHandle{exchange_.plan(route, times), {}}; }
   void dispatch(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) override { exchange_.dispatch(handle.exchange, x, rows, times); }
+  PendingRows dispatch_start(const RowHandle& handle, const TensorView& x, Tensor& rows, PhaseTimes* times) override {
+    return exchange_.dispatch_start(handle.exchange, x, rows, times);
+  }
   void combine(const RowHandle& handle, const TensorView& z, const TensorView& out, PhaseTimes* times) override {
     exchange_.combine(handle.exchange, z, out, times);
   }

@@ -27,7 +27,7 @@ std::size_t RowHandle::bytes() const {
   const ReceiveLayout& l = exchange.layout;
   return size(ids) + size(p.row_offsets) + size(p.row_token) + size(p.slot_offsets) + size(p.slot_expert) + size(p.slot_weight) + size(p.slot_k) +
          size(l.row_offsets) + size(l.row_slot_offsets) + size(l.slot_position) + size(l.expert_offsets) + size(l.expert_counts) + size(l.slot_row) +
-         size(l.slot_weight);
+         size(l.slot_weight) + exchange.nodes.bytes();
 }
 
 }  // namespace moe

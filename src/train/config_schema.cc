@@ -50,6 +50,8 @@ std::vector<LayerKey> make_layer_keys() {
   add(choice_key<L>("exchange.mode", {"eager", "captured"}, "exact sizes, or fixed receive budgets", WB_REF(moe.mode)));
   add(real_key<L>("exchange.receive_factor", 0, 1e6, "receive budget over balanced load; 0 = the mode's default", WB_REF(moe.receive_factor)));
   add(choice_key<L>("exchange.combine_wire", {"f32", "bf16"}, "number format of partial results between ranks", WB_REF(moe.combine_wire)));
+  add(choice_key<L>("exchange.hierarchy", {"flat", "two_level", "auto"}, "rows go once per rank, or once per node and on from there", WB_REF(moe.hierarchy)));
+  add(bool_key<L>("exchange.overlap_shared", "compute the shared expert while rows travel; same bits", WB_REF(moe.overlap_shared)));
   add(integer_key<L>("exchange.alignment", 1, 4096, "rows each expert's block is aligned to", WB_REF(moe.alignment)));
   add(bool_key<L>("exchange.debug_checks", "validate routes at every exchange", WB_REF(moe.debug_checks)));
   return keys;
@@ -88,6 +90,7 @@ void add_run_keys(std::vector<RunKey>& keys) {
   using R = RunConfig;
   add(integer_key<R>("parallel.P", 1, 4096, "expert-parallel ranks", WB_REF(parallel.P)));
   add(integer_key<R>("parallel.D", 1, 4096, "replicas of each expert; W = P * D ranks", WB_REF(parallel.D)));
+  add(integer_key<R>("parallel.ranks_per_node", 0, 4096, "node boundary of the exchange; 0 = as the fabric sees it", WB_REF(parallel.ranks_per_node)));
   add(integer_key<R>("train.seed", 0, 9e18, "of weights, batches and samples", WB_REF(train.seed)));
   add(integer_key<R>("train.steps", 1, kMaxCount, "optimizer steps", WB_REF(train.steps)));
   add(integer_key<R>("train.global_batch", 1, kMaxCount, "sequences per step, all ranks", WB_REF(train.global_batch)));

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "collective_error.h"
 #include "durable_file.h"
 #include "model_flops.h"
 #include "rank_trainer.h"
@@ -29,13 +30,18 @@ std::string utc_now() {
   return text;
 }
 
-int threads_per_rank(const RunConfig& config) {
+int threads_per_rank(const RunConfig& config, const Fabric& world) {
   if (config.train.threads > 0) return static_cast<int>(config.train.threads);
-  return std::max(1, num_usable_cores() / config.parallel.W());
+  // Ranks that share this machine's cores: all of them in one process, else those of this node.
+  const std::vector<int>& nodes = world.topology().node_of;
+  const auto here = std::count(nodes.begin(), nodes.end(), nodes[static_cast<std::size_t>(world.rank())]);
+  const bool processes = std::string_view(world.engine()) == "mpi" && config.parallel.ranks_per_node == 0;
+  return std::max(1, num_usable_cores() / (processes ? static_cast<int>(here) : config.parallel.W()));
 }
 
 FabricOptions fabric_options(const RunConfig& config) {
   FabricOptions options;
+  options.ranks_per_node = config.parallel.ranks_per_node;
   options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.train.timeout_s * 1000));
   return options;
 }
@@ -87,14 +93,14 @@ class Recorder {
   RunHeader header_;
 };
 
-RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEntropy& entropy, double ceiling, RankTrainer& trainer) {
+RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEntropy& entropy, double ceiling, const Fabric& world, RankTrainer& trainer) {
   RunHeader header;
   header.name = config.name;
   header.text = config.data.description();
   header.created = utc_now();
   header.W = config.parallel.W();
   header.cores = num_usable_cores();
-  header.threads_per_rank = threads_per_rank(config);
+  header.threads_per_rank = threads_per_rank(config, world);
   header.seed = config.train.seed;
   header.steps = config.train.steps;
   header.first_step = trainer.steps_done();
@@ -187,7 +193,7 @@ struct Shared {
 void run_rank(const Shared& shared, Fabric& world) {
   const auto start = Clock::now();
   const RunConfig& config = shared.config;
-  ThreadPool pool(threads_per_rank(config));
+  ThreadPool pool(threads_per_rank(config, world));
   RankTrainer trainer(config, world, &pool);
   if (!shared.resume.path.empty()) trainer.load(shared.resume.path);
   TrainResult& result = shared.result;
@@ -195,11 +201,11 @@ void run_rank(const Shared& shared, Fabric& world) {
   if (world.rank() == 0) {
     if (shared.options.resume) replace_file(config_path(shared.options.run_dir), to_toml(config));
     recorder.emplace(shared.options.run_dir, shared.options.resume ? trainer.steps_done() : -1, shared.observer, result);
-    recorder->start(make_header(config, shared.data, result.entropy, shared.ceiling, trainer));
+    recorder->start(make_header(config, shared.data, result.entropy, shared.ceiling, world, trainer));
   }
   Loop loop(config, shared.options, shared.data, world, trainer, recorder ? &*recorder : nullptr);
   const bool finished = loop.run();
-  if (recorder) {
+  if (recorder || shared.options.world != nullptr) {
     result.step = trainer.steps_done();
     result.stopped = !finished;
   }
@@ -220,18 +226,35 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
   const auto start = Clock::now();
   validate(config);
   WB_CHECK(!options.run_dir.empty(), "train() needs a run folder");
-  const Dataset data = Dataset::load(config.data, config.model.vocab, config.model.seq_len);
+  Fabric* world = options.world;
+  WB_CHECK(world == nullptr || world->size() == config.parallel.W(), "{} processes were started, but the config says P = {}, D = {}: it needs {}",
+           world->size(), config.parallel.P, config.parallel.D, config.parallel.W());
+  const bool is_root = world == nullptr || world->rank() == 0;
+  std::optional<Dataset> data;
   ResumePoint resume;
-  if (options.resume)
-    resume = check_resume(options.run_dir, config, options.reshard);
+  double ceiling = 0;
+  const auto prepare = [&] {
+    data.emplace(Dataset::load(config.data, config.model.vocab, config.model.seq_len));
+    if (options.resume) {
+      resume = check_resume(options.run_dir, config, options.reshard);
+    } else if (is_root) {
+      create_run_folder(options.run_dir, config);
+    }
+    if (is_root && config.train.measure_ceiling) ceiling = measure_matmul_ceiling();
+  };
+  // One rank's refusal (a file that only its host lacks) is every rank's.
+  if (world != nullptr)
+    run_together(*world, "train.start", prepare);
   else
-    create_run_folder(options.run_dir, config);
+    prepare();
   TrainResult result;
-  result.entropy = data.entropy();
-  const double ceiling = config.train.measure_ceiling ? measure_matmul_ceiling() : 0;
-  const Shared shared{config, options, data, resume, ceiling, observer, result};
-  run_ranks(
-      config.parallel.W(), [&shared](Fabric& world) { run_rank(shared, world); }, fabric_options(config));
+  result.entropy = data->entropy();
+  const Shared shared{config, options, *data, resume, ceiling, observer, result};
+  if (world != nullptr)
+    run_rank(shared, *world);
+  else
+    run_ranks(
+        config.parallel.W(), [&shared](Fabric& fabric) { run_rank(shared, fabric); }, fabric_options(config));
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return result;
 }

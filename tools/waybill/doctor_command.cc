@@ -9,6 +9,7 @@
 #include "doctor_machine.h"
 #include "doctor_selftest.h"
 #include "waybill/build_info.h"
+#include "waybill/mpi_fabric.h"
 
 namespace waybill::cli {
 namespace {
@@ -35,7 +36,9 @@ void print_findings(const std::vector<Finding>& findings) {
 void print_abilities() {
   const bool has_cuda = !build_info().cuda_archs.empty();
   fmt::print("runs here: train, generate, bench, inspect, simulate on the CPU; expert-parallel ranks as threads of one process\n");
-  fmt::print("does not run here: {}ranks as separate processes or on several machines\n", has_cuda ? "" : "GPU kernels (CPU build), ");
+  if (mpi_available()) fmt::print("runs here: ranks as processes, also on several machines: mpirun -n W waybill train CONFIG\n");
+  if (!has_cuda) fmt::print("does not run here: GPU kernels (CPU build)\n");
+  if (!mpi_available()) fmt::print("does not run here: ranks as processes (built without MPI; Debian: libopenmpi-dev openmpi-bin, -DWAYBILL_MPI=ON)\n");
 }
 
 int print_self_checks(const std::vector<SelfCheckResult>& results) {
@@ -54,7 +57,7 @@ int print_self_checks(const std::vector<SelfCheckResult>& results) {
 nlohmann::json to_json(const std::vector<Finding>& findings, const std::vector<SelfCheckResult>& checks) {
   const BuildInfo& info = build_info();
   nlohmann::json out = {{"version", info.version},       {"compiler", info.compiler}, {"build_type", info.build_type}, {"cpu_isas", info.cpu_isas},
-                        {"cuda_archs", info.cuda_archs}, {"features", info.features}, {"simd", simd_level()}};
+                        {"cuda_archs", info.cuda_archs}, {"features", info.features}, {"simd", simd_level()},          {"mpi", mpi_available()}};
   for (const Finding& finding : findings) {
     out["findings"].push_back({{"topic", finding.topic}, {"found", finding.found}, {"advice", finding.advice}, {"ok", finding.verdict == Verdict::kOk}});
   }

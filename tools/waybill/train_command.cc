@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <csignal>
 #include <ctime>
 #include <filesystem>
@@ -15,6 +17,8 @@
 #include "terminal.h"
 #include "train_display.h"
 #include "waybill/error.h"
+#include "waybill/log.h"
+#include "waybill/mpi_fabric.h"
 #include "waybill/trainer.h"
 
 namespace waybill::cli {
@@ -74,8 +78,29 @@ void print_result(const TrainResult& result, const std::string& run_dir) {
   fmt::print("\ntrained {} steps in {}\nrun folder: {}\n", result.step, format_duration(result.seconds), run_dir);
 }
 
-void run_train(const TrainArguments& arguments) {
-  if (arguments.list_keys) return list_keys();
+// The name must be one name on all ranks.
+std::string agree_on_run_dir(const std::string& mine, Fabric* world) {
+  if (world == nullptr) return mine;
+  auto size = static_cast<std::int64_t>(mine.size());
+  world->broadcast(&size, sizeof size, 0, "train.run_dir_size");
+  std::string name = mine;
+  name.resize(static_cast<std::size_t>(size));
+  world->broadcast(name.data(), name.size(), 0, "train.run_dir");
+  return name;
+}
+
+// Peers hear of this rank's failure at once instead of waiting for it.
+TrainResult run_world(const RunConfig& config, const TrainOptions& options, TrainObserver* observer) {
+  try {
+    return train(config, options, observer);
+  } catch (const std::exception& error) {
+    if (options.world != nullptr) options.world->abort(error.what());
+    throw;
+  }
+}
+
+// start: the world of processes, or null. The run uses a world of its own, with the config's timeout and node boundary.
+void run_train(const TrainArguments& arguments, Fabric* start) {
   const bool resume = !arguments.resume.empty();
   WB_CHECK(resume || !arguments.config.empty(), "train: give a config file, for example configs/demo.toml, or --resume RUN");
   WB_CHECK(!resume || arguments.run_dir.empty() || arguments.run_dir == arguments.resume, "train: --resume {} and --run-dir {} name two folders",
@@ -90,19 +115,49 @@ void run_train(const TrainArguments& arguments) {
     if (!path->empty()) *path = fs::absolute(*path).lexically_normal().string();
   }
   TrainOptions options;
-  options.run_dir = resume ? arguments.resume : arguments.run_dir.empty() ? default_run_dir(config.name) : arguments.run_dir;
+  options.run_dir = agree_on_run_dir(resume ? arguments.resume : arguments.run_dir.empty() ? default_run_dir(config.name) : arguments.run_dir, start);
+  std::unique_ptr<Fabric> world;
+  if (start != nullptr) {
+    MpiOptions mpi;
+    mpi.fabric.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.train.timeout_s * 1000));
+    mpi.fabric.ranks_per_node = config.parallel.ranks_per_node;
+    world = make_mpi_fabric(mpi);
+  }
+  const bool is_root = start == nullptr || start->rank() == 0;
+  options.world = world.get();
   options.resume = resume;
   options.reshard = arguments.reshard;
   options.stop = &g_stop;
   install_signal_handlers();
-  TrainDisplay display(arguments.quiet);
-  const TrainResult result = train(config, options, &display);
+  TrainDisplay display(arguments.quiet || !is_root);
+  const TrainResult result = run_world(config, options, is_root ? &display : nullptr);
+  if (!is_root) {
+    if (result.stopped) throw CLI::RuntimeError(128 + std::max(g_signal.load(), 1));
+    return;
+  }
   if (result.stopped) {
     display.on_note(fmt::format("stopped by signal {} after step {}; continue with: waybill train --resume {}", g_signal.load(), result.step, options.run_dir));
     throw CLI::RuntimeError(128 + g_signal.load());
   }
   display.finish();
   print_result(result, options.run_dir);
+}
+
+// Under an MPI launcher this process is one rank: rank 0 prints; the others speak of failures only, with their rank's number. What
+// every rank refuses alike (a bad config) is said once.
+void run_train_command(const TrainArguments& arguments) {
+  if (arguments.list_keys) return list_keys();
+  if (!mpi_launched()) return run_train(arguments, nullptr);
+  const std::unique_ptr<Fabric> start = make_mpi_fabric();
+  if (start->rank() != 0) set_log_callback({});
+  try {
+    run_train(arguments, start.get());
+  } catch (const Error& error) {
+    start->abort(error.what());
+    const bool about_peers = error.code() == ErrorCode::kPeerFailed || error.code() == ErrorCode::kTimeout;
+    if (start->rank() != 0 && !about_peers) throw CLI::RuntimeError(2);
+    WB_FAIL(error.code(), "rank {}: {}", start->rank(), error.what());
+  }
 }
 
 }  // namespace
@@ -118,7 +173,7 @@ void register_train_command(CLI::App& app) {
   command->add_option("--run-dir", arguments->run_dir, "Folder of the run; default runs/NAME-TIME");
   command->add_flag("--quiet", arguments->quiet, "Only the result");
   command->add_flag("--list-keys", arguments->list_keys, "Print every config key, its default and meaning");
-  command->callback([arguments] { run_train(*arguments); });
+  command->callback([arguments] { run_train_command(*arguments); });
 }
 
 }  // namespace waybill::cli

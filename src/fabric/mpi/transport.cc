@@ -2,6 +2,7 @@
 #include "fabric/mpi/transport.h"
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 
 namespace waybill::mpi {
@@ -14,6 +15,16 @@ constexpr int kControlTag = 1;
 constexpr auto kFarewell = 10s;                           // how long the end of a process waits for the others' end
 constexpr auto kShortestNap = 10us, kLongestNap = 500us;  // the progress thread's sleep while peers have nothing for us
 
+// MPI's TCP transport writes to the socket of a rank that was killed: with the default action SIGPIPE would end this process before
+// anybody could say which rank is gone. A program's own choice stays.
+void survive_broken_pipes() {
+  struct sigaction action {};
+  if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL && (action.sa_flags & SA_SIGINFO) == 0) {
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGPIPE, &action, nullptr);
+  }
+}
+
 std::string list(const std::vector<int>& ranks) { return fmt::format("{}", fmt::join(ranks, ", ")); }
 
 }  // namespace
@@ -24,6 +35,7 @@ std::shared_ptr<Transport> Transport::get() {
 }
 
 Transport::Transport() {
+  survive_broken_pipes();
   int initialised = 0, level = 0;
   MPI_Initialized(&initialised);
   if (initialised == 0) {
