@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loss and backward kernels share: the factors of the losses, score sums of a row, and the dense gradient of one logit.
+// What the loss and backward kernels share: factors of the losses, a row held by one warp, its score sums, the dense gradient.
 // Gradients and loss values need fp32 rounding, not equal bits, so the fast exponential (2 ulp) is used throughout.
 #pragma once
 
@@ -24,10 +24,14 @@ __device__ __forceinline__ LossFactors loss_factors(const RouterLossParams& p) {
   return f;
 }
 
-// Fills a_smem [E] with factor * n_e. Every thread of the CTA; ends with a barrier.
+__host__ __device__ constexpr int padded_to_4(int E) { return (E + 3) / 4 * 4; }
+
+// Fills a_smem [E rounded up to 4] with factor * n_e. Every thread of the CTA; ends with a barrier.
 __device__ __forceinline__ void load_aux_factors(const RouterLossParams& p, float factor, float* a_smem) {
-  for (int e = static_cast<int>(threadIdx.x); e < p.rows.E; e += static_cast<int>(blockDim.x)) {
-    a_smem[e] = p.aux_counts == nullptr || p.aux_coefficient == 0.0f ? 0.0f : factor * static_cast<float>(p.aux_counts[e]);
+  const bool given = p.aux_counts != nullptr && p.aux_coefficient != 0.0f;
+#pragma unroll 8
+  for (int e = static_cast<int>(threadIdx.x); e < padded_to_4(p.rows.E); e += static_cast<int>(blockDim.x)) {
+    a_smem[e] = given && e < p.rows.E ? factor * static_cast<float>(__ldg(p.aux_counts + e)) : 0.0f;
   }
   __syncthreads();
 }
@@ -51,15 +55,20 @@ __device__ __forceinline__ float sequence_factor(const RouterLossParams& p, std:
   return tokens > 0.0f ? p.sequence_coefficient * (static_cast<float>(p.rows.E) / static_cast<float>(p.rows.K)) / (tokens * tokens) * scale : 0.0f;
 }
 
-// a_e of four neighbouring experts of row t.
+// a_e of the experts of one row.
 struct RowFactors {
-  const float* a_smem;                // [E], or null
-  const std::int32_t* sequence_row;   // [E] counts of the row's sequence, or null
+  const float* a_smem;               // [E padded], or null
+  const std::int32_t* sequence_row;  // [E] counts of the row's sequence, or null
   float sequence;
-  __device__ __forceinline__ float at(int e) const {
-    float a = a_smem != nullptr ? a_smem[e] : 0.0f;
-    if (sequence_row != nullptr) a += sequence * static_cast<float>(sequence_row[e]);
-    return a;
+  int E;
+  __device__ __forceinline__ void at4(int e, float (&a)[4]) const {
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (a_smem != nullptr && e < E) v = *reinterpret_cast<const float4*>(a_smem + e);
+    a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+    if (sequence_row != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] += e + i < E ? sequence * static_cast<float>(sequence_row[e + i]) : 0.0f;
+    }
   }
 };
 
@@ -80,28 +89,115 @@ __device__ __forceinline__ ScoreSlope score_and_slope(int score, float x, float 
   return {scalar::sqrt_softplus(x), scalar::log_sqrt_softplus_slope(x)};
 }
 
-// Row scalars after the first pass.
+// Sums over the experts of a row, warp uniform. Two ways:
+// fast: one exponential t_e an entry. Softmax: t = e^(x - max). Sigmoid: t = e^x (the row's largest logit lies in (-30, 60], so that
+//   neither the largest term nor the sum overflows or vanishes).
+// slow: everything else (sqrt-softplus, extreme rows), from x itself.
 struct RowSums {
-  float max = -kInfinity;                  // of the logits that exist
-  float exp_sum = 0.0f, exp_dot = 0.0f;    // softmax: sum of e^(x - max), and times a_e
-  float score_sum = 0.0f, score_dot = 0.0f;  // other scores
+  float max = -kInfinity, exp_sum = 0.0f, score_sum = 0.0f, a_dot = 0.0f;  // a_dot: sum of a_e times the score
 };
+template <bool kSoftmax>
+__device__ __forceinline__ bool is_fast_row(int score, float row_max) {
+  return kSoftmax || (score == kScoreSigmoid && row_max >= -30.0f && row_max <= 60.0f);
+}
 
-// Gradient of one logit without the routes' own part.
-struct DenseTerm {
-  int score;          // kScoreSoftmax for both softmax scores
-  bool deep;
-  float max, inverse_exp_sum, inverse_score_sum;
-  float mean_a;       // sum_e a_e P_e
-  float softmax_part; // factor of softmax_e: z loss and softmax over all
-  float loss_scale;
-  __device__ __forceinline__ float at(float x, float a) const {
-    if (score == kScoreSoftmax) return exp_fast(x - max) * inverse_exp_sum * (loss_scale * (a - mean_a) + softmax_part);
-    const ScoreSlope s = score_and_slope(score, x, max, deep);
-    float d = loss_scale * (s.s * inverse_score_sum) * (a - mean_a) * s.slope;
-    if (softmax_part != 0.0f) d += exp_fast(x - max) * inverse_exp_sum * softmax_part;
-    return d;
+// Adds four entries of a fast row; x becomes t.
+template <bool kSoftmax>
+__device__ __forceinline__ void add_fast(RowSums& s, float (&x)[4], const float (&a)[4], float shift) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float t = exp_fast(x[i] - shift);
+    x[i] = t;
+    s.exp_sum += t;
+    if (kSoftmax) {
+      s.a_dot = __fmaf_rn(a[i], t, s.a_dot);
+    } else {
+      const float sigmoid = t * ptx::rcp_approx(1.0f + t);
+      s.score_sum += sigmoid;
+      s.a_dot = __fmaf_rn(a[i], sigmoid, s.a_dot);
+    }
   }
+}
+template <bool kSoftmax>
+__device__ __forceinline__ void reduce_sums(RowSums& s) {
+  s.exp_sum = warp_sum(s.exp_sum);
+  s.a_dot = warp_sum(s.a_dot);
+  s.score_sum = kSoftmax ? s.exp_sum : warp_sum(s.score_sum);
+}
+
+// Any row, read from memory at each pass (any alignment). Entries that do not exist (masked, not finite, beyond E) are -Inf.
+template <class T>
+__device__ __forceinline__ void read_entries(const RouterRows& rows, const T* row, int e, float (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[i] = e + i < rows.E ? to_float(row[e + i]) : -kInfinity;
+    const bool masked = rows.mask != nullptr && e + i < rows.E && rows.mask[e + i] != 0;
+    x[i] = scalar::is_finite(x[i]) && !masked ? x[i] : -kInfinity;
+  }
+}
+template <class T>
+__device__ __forceinline__ float generic_row_max(const RouterRows& rows, const T* row) {
+  float largest = -kInfinity;
+  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < rows.E; e += 128) {
+    float x[4];
+    read_entries(rows, row, e, x);
+    largest = fmaxf(largest, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+  }
+  return warp_max(largest);
+}
+template <class T, bool kSoftmax>
+__device__ __forceinline__ RowSums generic_row_sums(const RouterRows& rows, const T* row, const RowFactors& factors, float row_max) {
+  RowSums s;
+  s.max = row_max;
+  const bool fast = is_fast_row<kSoftmax>(rows.score, row_max), deep = row_max < -30.0f;
+  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < rows.E; e += 128) {
+    float x[4], a[4];
+    read_entries(rows, row, e, x);
+    factors.at4(e, a);
+    if (fast) {
+      add_fast<kSoftmax>(s, x, a, kSoftmax ? row_max : 0.0f);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s.exp_sum += exp_fast(x[i] - row_max);
+      const float value = score_and_slope(rows.score, x[i], row_max, deep).s;
+      s.score_sum += value;
+      s.a_dot = __fmaf_rn(a[i], value, s.a_dot);
+    }
+  }
+  reduce_sums<kSoftmax>(s);
+  return s;
+}
+
+// log sum exp of the logits from the sums of a row.
+template <bool kSoftmax>
+__device__ __forceinline__ float row_lse(int score, const RowSums& s) {
+  return (!kSoftmax && is_fast_row<kSoftmax>(score, s.max) ? 0.0f : s.max) + scalar::log(s.exp_sum);
+}
+
+// The dense gradient of a row as a function of its entries.
+struct DenseFactors {
+  float shift, exp_factor, score_factor, mean_a;
 };
+template <bool kSoftmax>
+__device__ __forceinline__ DenseFactors dense_factors(int score, const RowSums& s, bool has_a, float z_factor, float loss_scale, float routes_dot) {
+  DenseFactors d;
+  const float inverse_exp = scalar::div(1.0f, s.exp_sum), inverse_score = has_a ? (kSoftmax ? inverse_exp : scalar::div(1.0f, s.score_sum)) : 0.0f;
+  d.shift = !kSoftmax && is_fast_row<kSoftmax>(score, s.max) ? 0.0f : s.max;
+  d.mean_a = has_a ? s.a_dot * inverse_score : 0.0f;
+  float softmax_part = -routes_dot;
+  if (z_factor != 0.0f) softmax_part += loss_scale * 2.0f * z_factor * row_lse<kSoftmax>(score, s);
+  d.exp_factor = softmax_part * inverse_exp, d.score_factor = loss_scale * inverse_score;
+  return d;
+}
+// t of a fast row -> gradient.
+template <bool kSoftmax>
+__device__ __forceinline__ float fast_gradient(const DenseFactors& f, float t, float a) {
+  const float base = t * f.exp_factor;
+  if (kSoftmax) return __fmaf_rn(t * f.score_factor, a - f.mean_a, base);
+  const float inverse = ptx::rcp_approx(1.0f + t);
+  return __fmaf_rn(t * inverse * inverse * f.score_factor, a - f.mean_a, base);
+}
 
 }  // namespace waybill::cuda

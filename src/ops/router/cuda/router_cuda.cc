@@ -11,6 +11,7 @@
 #include "core/cuda/device_buffer.h"
 #include "ops/router/cuda/router_params.h"
 #include "ops/router/cuda/tuning.h"
+#include "ops/router/device_backend.h"
 
 namespace waybill::cuda {
 
@@ -96,7 +97,7 @@ std::string refuse_warp(const RouterConfig& config, const RouterInputs& inputs) 
   const bool has_bias = inputs.expert_bias || inputs.expert_mask;
   const bool is_exact = router_impl::uses_groups(config) || (has_bias && config.score == ScoreFunction::kSqrtSoftplus);
   if (is_exact && tier > router_tuning::kMaxGroupedVectors) return "grouped rows of more than 1,024 experts";
-  if (tier == 64 && (config.E * size % 16 != 0 || inputs.logits.stride[0] * size % 16 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % 16 != 0 ||
+  if (tier > router_tuning::kMaxGroupedVectors && (config.E * size % 16 != 0 || inputs.logits.stride[0] * size % 16 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % 16 != 0 ||
                      device_limits(inputs.logits.device.index).compute_major < 9)) {
     return "long rows are staged by 16-byte bulk copies (sm_90)";
   }
@@ -124,13 +125,20 @@ void check_alignment(const TensorView& view, const char* name) {
   WB_CHECK(reinterpret_cast<std::uintptr_t>(view.data) % size == 0, "{} must be aligned to its elements of {} bytes, got address {}", name, size, fmt::ptr(view.data));
 }
 
+void launch_warp(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  using Launch = void (*)(const RouterForwardParams&, const DeviceLimits&, cudaStream_t);
+  static constexpr Launch kLaunch[3][2] = {{launch_router_forward_warp_short_f32, launch_router_forward_warp_long_f32},
+                                           {launch_router_forward_warp_short_bf16, launch_router_forward_warp_long_bf16},
+                                           {launch_router_forward_warp_short_f16, launch_router_forward_warp_long_f16}};
+  kLaunch[static_cast<int>(type)][p.rows.E > 512 ? 1 : 0](p, limits, stream);
+}
+
 void count_only(RouterForwardParams p, std::int32_t* counts, LogitType type, const DeviceLimits& limits, bool use_warp, cudaStream_t stream) {
   p.ids = nullptr, p.weights = nullptr, p.rows.bias = nullptr, p.replay_ids = nullptr, p.forced = 0;
   p.num_groups = p.num_kept = 1;
   p.counts = counts, p.offsets = nullptr, p.aligned_offsets = nullptr, p.status = nullptr;
   if (use_warp) {
-    type == LogitType::kF32 ? launch_router_forward_warp_f32(p, limits, stream)
-                            : (type == LogitType::kBF16 ? launch_router_forward_warp_bf16(p, limits, stream) : launch_router_forward_warp_f16(p, limits, stream));
+    launch_warp(type, p, limits, stream);
   } else {
     launch_router_forward_block(type, p, limits, stream);
   }
@@ -163,6 +171,7 @@ void router_forward(const ForwardCall& call, bool portable) {
     check_device_pointer(call.outputs.route.ids, "ids", device);
   }
   const RouterOutputs& out = call.outputs;
+  WB_CHECK(out.route.T < (std::int64_t{1} << 30), "the CUDA router takes fewer than 2^30 tokens a call, got T = {}", out.route.T);
   RouterForwardParams p{};
   p.rows = rows_of(call.config, call.inputs);
   p.num_groups = static_cast<int>(call.config.num_groups), p.num_kept = static_cast<int>(call.config.num_kept_groups);
@@ -184,12 +193,8 @@ void router_forward(const ForwardCall& call, bool portable) {
     launch_router_forced(type, p, limits, stream);
   } else if (portable) {
     launch_router_forward_block(type, p, limits, stream);
-  } else if (type == LogitType::kF32) {
-    launch_router_forward_warp_f32(p, limits, stream);
-  } else if (type == LogitType::kBF16) {
-    launch_router_forward_warp_bf16(p, limits, stream);
   } else {
-    launch_router_forward_warp_f16(p, limits, stream);
+    launch_warp(type, p, limits, stream);
   }
   check_launch("router_forward");
   if (out.counts_unbiased != nullptr) {
@@ -204,6 +209,11 @@ void router_forward(const ForwardCall& call, bool portable) {
 }
 
 namespace {
+
+void require(const RouterConfig& config, const RouterInputs& inputs) {
+  const std::string refusal = refuse_router(config, inputs);
+  if (!refusal.empty()) WB_FAIL(ErrorCode::kUnsupported, "the CUDA router {}", refusal);
+}
 
 // Factors and scratch of a losses or backward call; queues the counting that it needs.
 RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
@@ -248,6 +258,7 @@ RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConf
 }  // namespace
 
 void router_losses_device(const LossesCall& call, double* out) {
+  require(call.config, call.inputs);
   const int device = call.inputs.logits.device.index;
   const DeviceLimits& limits = device_limits(device);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
@@ -271,6 +282,7 @@ RouterLosses router_losses(const LossesCall& call) {
 }
 
 void router_backward(const BackwardCall& call) {
+  require(call.config, call.inputs);
   const int device = call.inputs.logits.device.index;
   const DeviceLimits& limits = device_limits(device);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
@@ -284,5 +296,13 @@ void router_backward(const BackwardCall& call) {
   launch_router_backward(logit_type(call.inputs.logits.dtype), p, limits, stream);
   check_launch("router_backward");
 }
+
+namespace {
+
+constexpr router_impl::DeviceBackend kBackend = {refuse_router_forward, router_forward, router_losses, router_backward};
+
+}  // namespace
+
+void register_router() { router_impl::g_device_backend = &kBackend; }
 
 }  // namespace waybill::cuda

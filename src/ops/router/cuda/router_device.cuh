@@ -112,11 +112,20 @@ __device__ __forceinline__ float log_selection_score(int score, float x) {
   return x;
 }
 
+// e^(x - shift) with the rounding of the difference put right: 2 ulp for any x.
+__device__ __forceinline__ float exp_difference(float x, float shift) {
+  const float d = scalar::sub(x, shift), back = scalar::sub(d, x);
+  const float error = scalar::sub(scalar::sub(x, scalar::sub(d, back)), scalar::add(shift, back));
+  const float e = scalar::exp(d);
+  return scalar::fma(e, error, e);
+}
+
 // Weights of one row's chosen experts by one warp. x [K] logits in shared memory, NaN where the slot has no route; `row_max` and
 // `row_sum` are the softmax denominator over all experts, used without renormalisation only. w [K] may be x itself: each lane reads
-// and writes its own slots. Sums run over the slots in a fixed order (stride 32, then the butterfly).
-template <class Store>
-__device__ __forceinline__ void row_weights(const RouterRows& rows, const float* x, float row_max, float row_sum, const Store& store) {
+// and writes its own slots. Sums run over the slots in a fixed order (stride 32, then the butterfly). Out of line: the warp kernel has
+// its own short form for the common scores.
+__device__ __noinline__ inline void row_weights(const RouterRows& rows, const float* x, float row_max, float row_sum, float* out) {
+  const auto store = [out](int k, float w) { out[k] = w; };
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const bool is_softmax = rows.score == kScoreSoftmax || rows.score == kScoreSoftmaxSelected;
   const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
@@ -124,7 +133,7 @@ __device__ __forceinline__ void row_weights(const RouterRows& rows, const float*
     const float inverse = is_softmax ? scalar::div(1.0f, row_sum) : 1.0f;
     for (int k = lane; k < rows.K; k += 32) {
       const float v = x[k];
-      const float s = is_softmax ? scalar::mul(scalar::exp(scalar::sub(v, row_max)), inverse) : selection_score(rows.score, v);
+      const float s = is_softmax ? scalar::mul(exp_difference(v, row_max), inverse) : selection_score(rows.score, v);
       store(k, v == v ? scalar::mul(rows.scale, s) : 0.0f);
     }
     return;
@@ -160,73 +169,83 @@ __device__ __forceinline__ void row_weights(const RouterRows& rows, const float*
   const auto term = [&](float v) {
     if (v != v) return 0.0f;
     if (by_quotient) return selection_score(rows.score, v);
-    return scalar::exp(scalar::sub(is_softmax ? v : log_selection_score(rows.score, v), shift));
+    return exp_difference(is_softmax ? v : log_selection_score(rows.score, v), shift);
   };
   float sum = 0.0f;
-  if (rows.K <= 32) {  // one slot a lane: the term is computed once
-    const float mine = lane < rows.K ? term(x[lane]) : 0.0f;
-    sum = warp_sum(mine);
-    if (lane < rows.K) store(lane, scalar::mul(rows.scale, scalar::div(mine, sum)));
-    return;
-  }
-  if (rows.K <= 64) {
-    const float first = term(x[lane]);
-    const float second = lane + 32 < rows.K ? term(x[lane + 32]) : 0.0f;
-    sum = warp_sum(first + second);
-    store(lane, scalar::mul(rows.scale, scalar::div(first, sum)));
-    if (lane + 32 < rows.K) store(lane + 32, scalar::mul(rows.scale, scalar::div(second, sum)));
-    return;
-  }
   for (int k = lane; k < rows.K; k += 32) sum += term(x[k]);
   sum = warp_sum(sum);
   for (int k = lane; k < rows.K; k += 32) store(k, scalar::mul(rows.scale, scalar::div(term(x[k]), sum)));
 }
 
+// Counting of one CTA's routes in shared memory: clear, add per route, then flush once. hist [E].
+__device__ __forceinline__ void clear_histogram(std::uint32_t* hist, int E) {
+  for (int e = static_cast<int>(threadIdx.x); e < E; e += static_cast<int>(blockDim.x)) hist[e] = 0;
+}
+__device__ __forceinline__ void flush_histogram(const RouterForwardParams& p, const std::uint32_t* hist) {
+  if (p.scratch.counts == nullptr) return;
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < p.rows.E; e += static_cast<int>(blockDim.x)) {
+    const std::uint32_t n = hist[e];
+    if (n != 0) ptx::red_add(p.scratch.counts + e, n);
+  }
+}
+
+// One ticket a CTA: true for every thread of the CTA that comes last; what the others wrote before is then visible. The barrier
+// orders the CTA's own writes before its first thread's release (which is cumulative).
+__device__ __forceinline__ bool is_last_cta(std::uint32_t* ticket) {
+  __shared__ std::uint32_t is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = ptx::atom_add_acq_rel_gpu(ticket, 1u) == gridDim.x - 1;
+    if (is_last != 0) *ticket = 0;
+  }
+  __syncthreads();
+  return is_last != 0;
+}
+
 // Called by every thread of every CTA once its rows are done. The CTA that finishes last turns the scratch counts into counts and
 // offsets and leaves the scratch zero for the next launch. Integers only: the order of the CTAs does not matter.
 __device__ __forceinline__ void finish_counts(const RouterForwardParams& p) {
-  if (p.scratch.counts == nullptr) return;
-  __shared__ std::uint32_t is_last, warp_totals[2][32];
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(p.scratch.ticket, 1u) == gridDim.x - 1;
-  __syncthreads();
-  if (is_last == 0) return;
-  __threadfence();
-  if (threadIdx.x == 0) *p.scratch.ticket = 0;
+  if (p.scratch.counts == nullptr || !is_last_cta(p.scratch.ticket)) return;
+  __shared__ std::uint32_t warp_totals[2][32];
   const int E = p.rows.E, lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  const int num_warps = static_cast<int>(blockDim.x) >> 5;
-  std::uint32_t base = 0, aligned_base = 0;
   const auto a = static_cast<std::uint32_t>(p.alignment);
-  for (int begin = 0; begin < E; begin += static_cast<int>(blockDim.x)) {
-    const int e = begin + static_cast<int>(threadIdx.x);
-    std::uint32_t n = 0;
-    if (e < E) {
-      n = __ldcg(p.scratch.counts + e);
-      p.scratch.counts[e] = 0;
-      if (p.counts != nullptr) p.counts[e] = static_cast<std::int32_t>(n);
-    }
-    const std::uint32_t padded = (n + a - 1) / a * a;
-    std::uint32_t sum = n, padded_sum = padded;
+  // Each thread owns a run of experts, the first kRun counts in registers: sums, a scan over the CTA, then the run again.
+  constexpr int kRun = 4;
+  const int run = (E + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x), begin = static_cast<int>(threadIdx.x) * run, end = min(begin + run, E);
+  std::uint32_t sum = 0, padded_sum = 0, held[kRun];
 #pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-      const std::uint32_t below = __shfl_up_sync(ptx::kFullWarp, sum, step), padded_below = __shfl_up_sync(ptx::kFullWarp, padded_sum, step);
-      if (lane >= step) sum += below, padded_sum += padded_below;
-    }
-    __syncthreads();
-    if (lane == 31) warp_totals[0][warp] = sum, warp_totals[1][warp] = padded_sum;
-    __syncthreads();
-    std::uint32_t before = 0, padded_before = 0, total = 0, padded_total = 0;
-    for (int w = 0; w < num_warps; ++w) {
-      if (w == warp) before = total, padded_before = padded_total;
-      total += warp_totals[0][w], padded_total += warp_totals[1][w];
-    }
-    if (e < E) {
-      if (p.offsets != nullptr) p.offsets[e + 1] = static_cast<std::int32_t>(base + before + sum);
-      if (p.aligned_offsets != nullptr) p.aligned_offsets[e + 1] = static_cast<std::int32_t>(aligned_base + padded_before + padded_sum);
-    }
-    base += total, aligned_base += padded_total;
+  for (int i = 0; i < kRun; ++i) {
+    held[i] = begin + i < end ? __ldcg(p.scratch.counts + begin + i) : 0u;
+    sum += held[i], padded_sum += (held[i] + a - 1) / a * a;
   }
+#pragma unroll 4
+  for (int e = begin + kRun; e < end; ++e) {
+    const std::uint32_t n = __ldcg(p.scratch.counts + e);
+    sum += n, padded_sum += (n + a - 1) / a * a;
+  }
+  const std::uint32_t own = sum, padded_own = padded_sum;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const std::uint32_t below = __shfl_up_sync(ptx::kFullWarp, sum, step), padded_below = __shfl_up_sync(ptx::kFullWarp, padded_sum, step);
+    if (lane >= step) sum += below, padded_sum += padded_below;
+  }
+  if (lane == 31) warp_totals[0][warp] = sum, warp_totals[1][warp] = padded_sum;
+  __syncthreads();
+  std::uint32_t before = sum - own, padded_before = padded_sum - padded_own;
+  for (int w = 0; w < warp; ++w) before += warp_totals[0][w], padded_before += warp_totals[1][w];
+  const auto put = [&](int e, std::uint32_t n) {
+    p.scratch.counts[e] = 0;
+    before += n, padded_before += (n + a - 1) / a * a;
+    if (p.counts != nullptr) p.counts[e] = static_cast<std::int32_t>(n);
+    if (p.offsets != nullptr) p.offsets[e + 1] = static_cast<std::int32_t>(before);
+    if (p.aligned_offsets != nullptr) p.aligned_offsets[e + 1] = static_cast<std::int32_t>(padded_before);
+  };
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    if (begin + i < end) put(begin + i, held[i]);
+  }
+  for (int e = begin + kRun; e < end; ++e) put(e, __ldcg(p.scratch.counts + e));
   if (threadIdx.x == 0) {
     if (p.offsets != nullptr) p.offsets[0] = 0;
     if (p.aligned_offsets != nullptr) p.aligned_offsets[0] = 0;

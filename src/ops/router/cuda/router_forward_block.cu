@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) router_forward_block(const __grid_co
     }
     if (candidates != 0) atomicAdd(&flags[1], candidates);
     __syncthreads();
-    if (tid < 32 && p.ids != nullptr) row_weights(rows, chosen_x, row_max, row_sum, [&](int k, float w) { p.weights[t * rows.K + k] = w; });
+    if (tid < 32 && p.ids != nullptr) row_weights(rows, chosen_x, row_max, row_sum, p.weights + t * rows.K);
     if (tid < 32 && !is_padding) counters.nonfinite += flags[0], counters.short_rows += flags[1] < rows.K;
   }
   if (tid < 32) add_row_counters(p.status, counters);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) router_forced(const __grid_constant_
       if (p.scratch.counts != nullptr && id >= 0) ptx::red_add(p.scratch.counts + id, 1u);
     }
     __syncwarp();
-    row_weights(rows, x, row_max, row_sum, [&](int k, float w) { p.weights[t * rows.K + k] = w; });
+    row_weights(rows, x, row_max, row_sum, p.weights + t * rows.K);
     counters.nonfinite += __any_sync(ptx::kFullWarp, nonfinite);
     counters.short_rows += __any_sync(ptx::kFullWarp, is_short);
     counters.bad_ids += ptx::redux_add(bad);

@@ -2,15 +2,18 @@
 // Router forward, one warp per token (sm_90; the unstaged form also runs on sm_80).
 //
 //   logits [T, E] fp32/bf16/fp16 -> ids [T, K] int16/int32, weights [T, K] fp32, counts [E], offsets [E+1]; nothing [T, E].
-//   Grid: persistent, every warp strides over rows. Staged form: each warp owns a ring of row buffers in shared memory that bulk
-//   copies fill ahead; unstaged form: rows come straight to registers. Warps do not wait for each other until the end, where the last
-//   CTA turns counts into offsets. Bytes: T * E * sizeof(logit) read once, T * K * (id + 4) written.
+//   Grid: persistent, every warp strides over rows. Long rows are staged: each warp owns a row of shared memory that a bulk copy
+//   fills; it is refilled with the warp's next row as soon as the candidates have been taken out. Short rows come straight to
+//   registers. Warps do not wait for each other until the end, where the last CTA turns counts into offsets.
+//   Bytes: T * E * sizeof(logit) read once, T * K * (id + 4) written.
 //
 // Selection by narrowing: lanes hold 32 * kGroups maxima of disjoint groups of the row. A threshold that K of the maxima reach is
 // reached by K logits, and hardly by more than 1.5 K of them, whatever the distribution's scale. These candidates alone get exact
 // keys and are ranked by counting. Where the filter value is not the key itself (approximate sigmoid), the threshold is lowered by
-// the largest possible difference, so that narrowing never changes the result. A row with more than kMaxCandidates candidates (ties)
+// the largest possible difference, so that narrowing never changes the result. A row with more candidates than the list holds (ties)
 // takes a bitwise search for the exact K-th key over the same row.
+//
+// Code size matters as much as instruction count here (every warp is at another place): rare paths are out of line.
 #pragma once
 
 #include "ops/router/cuda/router_device.cuh"
@@ -22,24 +25,33 @@ namespace waybill::cuda {
 // or the key (softmax). kExact: exact keys for every expert (groups, sqrt-softplus with bias).
 enum WarpMode : int { kPlain = 0, kBiased = 1, kExact = 2 };
 
-template <int kVectors, int kMode>
+// kHold: filter values stay in registers (unstaged). Otherwise the row is in shared memory, and so are its vectors' maxima where
+// there are few enough to keep them in registers.
+template <int kVectors>
 struct WarpPolicy {
-  static constexpr bool kHold = kVectors <= 8;                        // filter values stay in registers
-  static constexpr bool kKeepMaxima = kVectors > 8 && kVectors <= 32;  // the maximum of each vector does; beyond, rows are read twice
-  static constexpr int kChunk = kVectors <= 8 ? kVectors : (kVectors == 18 ? (kMode == kPlain ? 6 : 3) : 4);
+  static constexpr bool kHold = kVectors <= 8;
+  static constexpr bool kKeepMaxima = !kHold && kVectors <= 32;
   static constexpr int kGroups = kVectors == 18 ? 3 : (kVectors == 64 ? 8 : (kVectors == 8 ? 4 : kVectors));
   static constexpr int kVectorsPerGroup = kVectors / kGroups;
-  static_assert(kVectors % kGroups == 0 && kVectors % kChunk == 0);
+  static constexpr int kCandidates = kHold ? 128 : 96;
+  static_assert(kVectors % kGroups == 0);
 };
 
+template <int kCandidates>
 struct alignas(16) WarpScratch {
-  std::uint32_t key[router_tuning::kMaxCandidates];
-  std::uint32_t id[router_tuning::kMaxCandidates];
-  float x[router_tuning::kMaxCandidates];
-  // After ranking, `key` is reused: K sorted logits, then K sorted ids.
-  __device__ float* sorted_x() { return reinterpret_cast<float*>(key); }
-  __device__ std::int32_t* sorted_id() { return reinterpret_cast<std::int32_t*>(key + router_tuning::kMaxWarpK); }
+  std::uint32_t key[kCandidates];
+  float x[kCandidates];
+  std::uint16_t id[kCandidates];
+  // After ranking, `key` is reused: up to 64 sorted raw scores and ids.
+  __device__ float* sorted_score() { return reinterpret_cast<float*>(key); }
+  __device__ std::uint16_t* sorted_id() { return id; }
 };
+
+// T fits 31 bits (the host checks), offsets do not.
+template <class T>
+__device__ __forceinline__ const T* row_of(const RouterRows& rows, int t) {
+  return static_cast<const T*>(rows.logits) + t * rows.row_stride;
+}
 
 // How far below the threshold an expert can lie whose exact key still reaches that of an expert above it. Plain rows: x order
 // against score order (errors and saturation of the scores: 3 and 2 ulp); biased: filter error on both sides.
@@ -48,23 +60,29 @@ __device__ __forceinline__ float lowered_threshold(int mode, int score, float t)
   if (mode == kExact || score == kScoreSoftmax || score == kScoreSoftmaxSelected) return t;
   if (mode == kBiased) return t - 2.0f * (1.5e-6f + 2.0f * kUlp * fabsf(t));
   if (score == kScoreSigmoid) {
+    if (t < -86.0f) return -3.402823466e38f;  // subnormal scores: ties far apart, all candidates
     if (t > 13.0f) return 12.0f;
     return t - (16.0f * kUlp * (t > 0.0f ? 1.001f * __expf(t) : 1.0f) + 2.0f * kUlp * fabsf(t));
   }
-  return t - 32.0f * kUlp * (1.0f + fabsf(t));
+  return t < -172.0f ? -3.402823466e38f : t - 32.0f * kUlp * (1.0f + fabsf(t));
+}
+
+// selection_score with the rare sqrt-softplus out of line.
+__device__ __noinline__ inline float sqrt_softplus_score(float x) { return scalar::sqrt_softplus(x); }
+__device__ __forceinline__ float exact_score(int score, float x) {
+  if (score == kScoreSigmoid) return scalar::sigmoid(x);
+  return score == kScoreSqrtSoftplus ? sqrt_softplus_score(x) : x;
 }
 
 // sigmoid to 1e-6 absolute.
 __device__ __forceinline__ float sigmoid_approx(float x) { return ptx::rcp_approx(1.0f + ptx::ex2_approx(scalar::mul(x, -1.44269504f))); }
 
+// -Inf for an expert that is no candidate; kPlain: only where x is not +Inf or NaN (the caller looks after these).
 template <int kMode>
 __device__ __forceinline__ float filter_value(int score, float x, float bias) {
   if constexpr (kMode == kPlain) return x;
-  if constexpr (kMode == kBiased) {
-    const float f = (score == kScoreSigmoid ? sigmoid_approx(x) : x) + bias;
-    return f < kInfinity ? f : -kInfinity;  // masked (NaN) or overflowed: excluded
-  }
-  return scalar::add(selection_score(score, x), bias);
+  const float f = (kMode == kExact ? exact_score(score, x) : (score == kScoreSigmoid ? sigmoid_approx(x) : x)) + bias;
+  return scalar::is_finite(f) && scalar::is_finite(x) ? f : -kInfinity;
 }
 
 // Largest threshold found by bisection that at least K of the warp's group maxima reach, preferably with few more; -FLT_MAX where
@@ -93,7 +111,7 @@ __device__ __forceinline__ float group_threshold(const float (&group_max)[kGroup
   }
   const auto value_of = [](std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); };
   float low = value_of(low_key), high = value_of(high_key);
-  const int enough = K + (K >> 3) + 1;
+  const int enough = K + (K < 16 ? K / 2 : 4);
   for (int round = 0; round < 24; ++round) {
     const float middle = 0.5f * low + 0.5f * high;
     if (!(middle > low && middle < high)) break;
@@ -110,96 +128,119 @@ __device__ __forceinline__ float group_threshold(const float (&group_max)[kGroup
   return low;
 }
 
-// What a scan of the row leaves in a lane's registers.
-template <int kVectors, int kMode>
-struct LaneScan {
-  static constexpr int kHeld = WarpPolicy<kVectors, kMode>::kHold ? kVectors : 1;
-  static constexpr int kMaxima = WarpPolicy<kVectors, kMode>::kKeepMaxima ? kVectors : 1;
-  float f[kHeld][4];                                 // held form: filter values, -Inf where excluded
-  float vector_max[kMaxima];                         // otherwise: the largest of each vector of four
-  float group_max[WarpPolicy<kVectors, kMode>::kGroups];
-  float sum_max, sum;                                // online softmax denominator, when asked for
-  bool has_nonfinite;
-};
+// Scans. Each returns with the group maxima of the lane; NaN in the result tells that the row holds a NaN or Inf.
+// kFull: E is kVectors * 128, so that no vector needs a bound.
 
-// Reads the row once. kSanitise: entries that are not finite are excluded (only after a first scan has found some).
-template <class T, int kVectors, int kMode, bool kStaged, bool kSanitise>
-__device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, const float* bias_smem, bool need_sum, LaneScan<kVectors, kMode>& s) {
-  using Policy = WarpPolicy<kVectors, kMode>;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  float poison = 0.0f;  // NaN once a logit is not finite
-  s.sum = 0.0f, s.sum_max = -kInfinity;
+// Registers: f [kVectors][4] filter values, -Inf where excluded. x is kept for the softmax denominator only.
+template <class T, int kVectors, int kMode, bool kFull>
+struct HeldRow {
+  float f[kVectors][4];
+  float sum_max, sum;
+
+  // One read of the row. Returns NaN where a logit is not finite.
+  __device__ __forceinline__ float load(const RouterRows& rows, const T* row, const float* bias_smem, bool need_sum) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
 #pragma unroll
-  for (int g = 0; g < Policy::kGroups; ++g) s.group_max[g] = -kInfinity;
-#pragma unroll
-  for (int chunk = 0; chunk < kVectors; chunk += Policy::kChunk) {
-    float x[Policy::kChunk][4];
-    if constexpr (kMode == kBiased && kVectors > 8) __syncwarp();  // keeps the next chunk's loads out of this one's registers
-#pragma unroll
-    for (int c = 0; c < Policy::kChunk; ++c) {
-      const int e = (chunk + c) * 128 + lane * 4;
-      if (e < rows.E) {
-        load4<T, !kStaged && !kSanitise>(row + e, x[c]);
-      } else {
-        x[c][0] = x[c][1] = x[c][2] = x[c][3] = -kInfinity;
-      }
-    }
-    float chunk_max = -kInfinity;
-#pragma unroll
-    for (int c = 0; c < Policy::kChunk; ++c) {
-      const int v = chunk + c;
+    for (int v = 0; v < kVectors; ++v) {
       const int e = v * 128 + lane * 4;
-      float4 bias = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if constexpr (kMode != kPlain) {
-        if (e < rows.E) bias = *reinterpret_cast<const float4*>(bias_smem + e);
-      }
-      const float b[4] = {bias.x, bias.y, bias.z, bias.w};
-      float f[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kSanitise) {
-          x[c][i] = scalar::is_finite(x[c][i]) ? x[c][i] : -kInfinity;
-        } else {
-          if (e < rows.E) poison = __fmaf_rn(x[c][i], 0.0f, poison);
-        }
-        f[i] = filter_value<kMode>(rows.score, x[c][i], b[i]);
-        if constexpr (kSanitise) f[i] = x[c][i] == -kInfinity ? -kInfinity : f[i];
-        if constexpr (kMode == kExact) f[i] = scalar::is_finite(f[i]) && scalar::is_finite(x[c][i]) ? f[i] : -kInfinity;
-        if constexpr (kMode != kPlain) x[c][i] = is_masked(b[i]) ? -kInfinity : x[c][i];  // for the sum
-      }
-      const float largest = fmaxf(fmaxf(f[0], f[1]), fmaxf(f[2], f[3]));
-      if constexpr (Policy::kHold) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s.f[v][i] = f[i];
-      } else if constexpr (Policy::kKeepMaxima) {
-        s.vector_max[v] = largest;
-      }
-      s.group_max[v / Policy::kVectorsPerGroup] = fmaxf(s.group_max[v / Policy::kVectorsPerGroup], largest);
-      if constexpr (kMode == kPlain) chunk_max = fmaxf(chunk_max, largest);
-      if constexpr (kMode != kPlain) chunk_max = fmaxf(chunk_max, fmaxf(fmaxf(x[c][0], x[c][1]), fmaxf(x[c][2], x[c][3])));
+      f[v][0] = f[v][1] = f[v][2] = f[v][3] = -kInfinity;
+      if (kFull || e < rows.E) load4<T, true>(row + e, f[v]);
     }
-    if (need_sum) {
-      constexpr float kLog2E = 1.44269504f;
-      const float next = fmaxf(s.sum_max, chunk_max);
-      if (next > -kInfinity) {
-        float part = 0.0f;
+    float poison = 0.0f;
 #pragma unroll
-        for (int c = 0; c < Policy::kChunk; ++c) {
-          part += (ptx::ex2_approx((x[c][0] - next) * kLog2E) + ptx::ex2_approx((x[c][1] - next) * kLog2E)) +
-                  (ptx::ex2_approx((x[c][2] - next) * kLog2E) + ptx::ex2_approx((x[c][3] - next) * kLog2E));
-        }
-        s.sum = s.sum * ptx::ex2_approx((s.sum_max - next) * kLog2E) + part;
-        s.sum_max = next;
+    for (int v = 0; v < kVectors; ++v) {
+      if (!kFull && v * 128 + lane * 4 >= rows.E) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) poison = __fmaf_rn(f[v][i], 0.0f, poison);
+    }
+    if (kMode == kPlain && __any_sync(ptx::kFullWarp, poison != poison)) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f[v][i] = scalar::is_finite(f[v][i]) ? f[v][i] : -kInfinity;
+      }
+    }
+    if (need_sum) softmax_sum(rows, bias_smem);
+    if constexpr (kMode != kPlain) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int e = v * 128 + lane * 4;
+        float4 b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (kFull || e < rows.E) b = *reinterpret_cast<const float4*>(bias_smem + e);
+        f[v][0] = filter_value<kMode>(rows.score, f[v][0], b.x), f[v][1] = filter_value<kMode>(rows.score, f[v][1], b.y);
+        f[v][2] = filter_value<kMode>(rows.score, f[v][2], b.z), f[v][3] = filter_value<kMode>(rows.score, f[v][3], b.w);
+      }
+    }
+    return poison;
+  }
+
+  // Denominator over the finite, unmasked logits, which f still holds.
+  __device__ __forceinline__ void softmax_sum(const RouterRows& rows, const float* bias_smem) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const auto value = [&](int v, int i) {
+      const int e = v * 128 + lane * 4 + i;
+      if (kMode == kPlain) return f[v][i];
+      return e < rows.E && scalar::is_finite(f[v][i]) && !is_masked(bias_smem[e]) ? f[v][i] : -kInfinity;
+    };
+    sum_max = -kInfinity;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) sum_max = fmaxf(sum_max, fmaxf(fmaxf(value(v, 0), value(v, 1)), fmaxf(value(v, 2), value(v, 3))));
+    sum_max = warp_max(sum_max);
+    sum = 0.0f;
+    if (sum_max == -kInfinity) return;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      sum += (exp2_of(value(v, 0)) + exp2_of(value(v, 1))) + (exp2_of(value(v, 2)) + exp2_of(value(v, 3)));
+    }
+    sum = warp_sum(sum);
+  }
+  __device__ __forceinline__ float exp2_of(float x) const { return ptx::ex2_approx((x - sum_max) * 1.44269504f); }
+
+  __device__ __forceinline__ void group_maxima(float (&group_max)[WarpPolicy<kVectors>::kGroups]) const {
+    using Policy = WarpPolicy<kVectors>;
+#pragma unroll
+    for (int g = 0; g < Policy::kGroups; ++g) {
+      group_max[g] = -kInfinity;
+#pragma unroll
+      for (int v = g * Policy::kVectorsPerGroup; v < (g + 1) * Policy::kVectorsPerGroup; ++v) {
+        group_max[g] = fmaxf(group_max[g], fmaxf(fmaxf(f[v][0], f[v][1]), fmaxf(f[v][2], f[v][3])));
       }
     }
   }
-  s.has_nonfinite = poison != poison;
+};
+
+// Exclusive prefix over the lanes of `mine` (below 64) and the total.
+__device__ __forceinline__ int lane_prefix(int mine, int& total) {
+  int before = 0;
+  total = 0;
+  const unsigned below = ptx::lanemask_lt();
+#pragma unroll
+  for (int bit = 0; bit < 3; ++bit) {
+    const unsigned lanes = __ballot_sync(ptx::kFullWarp, ((mine >> bit) & 1) != 0);
+    before += __popc(lanes & below) << bit;
+    total += __popc(lanes) << bit;
+  }
+  if (__any_sync(ptx::kFullWarp, mine > 7)) {
+    for (int bit = 3; bit < 9; ++bit) {
+      const unsigned lanes = __ballot_sync(ptx::kFullWarp, ((mine >> bit) & 1) != 0);
+      before += __popc(lanes & below) << bit;
+      total += __popc(lanes) << bit;
+    }
+  }
+  return before;
+}
+
+// Appends entries of one lane from slot `slot` on; entries beyond the capacity are not stored.
+template <int kCandidates>
+__device__ __forceinline__ void put_candidate(WarpScratch<kCandidates>& scratch, int& slot, bool take, int id, float x) {
+  if (take && slot < kCandidates) scratch.x[slot] = x, scratch.id[slot] = static_cast<std::uint16_t>(id);
+  slot += take;
 }
 
 // Group-limited rows: drops the experts of groups that are not kept and returns a bit per vector of those kept. Each group is a
 // power of two of lanes within one vector (checked by the host). groups [G] u64 in shared memory.
-template <int kVectors, int kMode>
-__device__ __forceinline__ std::uint32_t keep_groups(const RouterForwardParams& p, LaneScan<kVectors, kMode>& s, std::uint64_t* groups) {
+template <class T, int kVectors, int kMode, bool kFull>
+__device__ __forceinline__ std::uint32_t keep_groups(const RouterForwardParams& p, HeldRow<T, kVectors, kMode, kFull>& s, std::uint64_t* groups) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int group_size = p.rows.E / p.num_groups, segment = group_size / 4;
   std::uint64_t composite[kVectors];
@@ -244,63 +285,11 @@ __device__ __forceinline__ std::uint32_t keep_groups(const RouterForwardParams& 
   return kept;
 }
 
-// Appends the lanes with `take` to the list; `count` may pass the capacity, entries beyond it are not stored.
-__device__ __forceinline__ void push_candidate(WarpScratch& scratch, int& count, bool take, int id, float x) {
-  const unsigned takers = __ballot_sync(ptx::kFullWarp, take);
-  if (takers == 0) return;
-  const int slot = count + __popc(takers & ptx::lanemask_lt());
-  if (take && slot < router_tuning::kMaxCandidates) scratch.id[slot] = static_cast<std::uint32_t>(id), scratch.x[slot] = x;
-  count += __popc(takers);
-}
-
-template <class T, int kVectors, int kMode, bool kStaged>
-__device__ __forceinline__ int collect_candidates(const RouterRows& rows, const T* row, const float* bias_smem, const LaneScan<kVectors, kMode>& s, float threshold,
-                                                  WarpScratch& scratch) {
-  using Policy = WarpPolicy<kVectors, kMode>;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  int count = 0;
-  if constexpr (Policy::kHold) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) push_candidate(scratch, count, s.f[v][i] >= threshold, v * 128 + lane * 4 + i, s.f[v][i]);
-    }
-  } else if constexpr (Policy::kKeepMaxima) {
-    std::uint32_t mask = 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) mask |= s.vector_max[v] >= threshold ? 1u << v : 0u;
-    while (__any_sync(ptx::kFullWarp, mask != 0)) {
-      const bool active = mask != 0;
-      const int e = active ? (__ffs(static_cast<int>(mask)) - 1) * 128 + lane * 4 : 0;
-      mask &= mask - 1;
-      float x[4];
-      load4<T, false>(row + e, x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float bias = kMode == kPlain ? 0.0f : bias_smem[e + i];
-        push_candidate(scratch, count, active && filter_value<kMode>(rows.score, x[i], bias) >= threshold, e + i, x[i]);
-      }
-    }
-  } else {
-    for (int v = 0; v * 128 < rows.E; ++v) {
-      const int e = v * 128 + lane * 4;
-      float x[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
-      if (e < rows.E) load4<T, false>(row + e, x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float bias = kMode == kPlain || e >= rows.E ? 0.0f : bias_smem[e + i];
-        push_candidate(scratch, count, filter_value<kMode>(rows.score, x[i], bias) >= threshold, e + i, x[i]);
-      }
-    }
-  }
-  return count;
-}
-
 // The exact way, for rows of ties: finds the K-th largest key bit by bit, then lists what lies above it and the first ties in index
 // order. `kept`: bit v of a lane tells whether its experts in vector v are in a kept group (grouped rows). Returns the list's length.
-template <class T>
+template <class T, int kCandidates>
 __device__ __noinline__ int exact_candidates(const RouterRows& rows, const T* row, const float* bias_smem, bool is_grouped, std::uint32_t kept,
-                                             WarpScratch& scratch) {
+                                             WarpScratch<kCandidates>& scratch) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int num_vectors = (rows.E + 127) / 128;
   const auto keys_of = [&](int v, float(&x)[4], std::uint32_t(&key)[4]) {
@@ -341,218 +330,258 @@ __device__ __noinline__ int exact_candidates(const RouterRows& rows, const T* ro
       before += __popc(lanes & ptx::lanemask_lt()) << bit;
       total += __popc(lanes) << bit;
     }
+    bool take[4];
+    int taken = 0, total_taken = 0;
     for (int i = 0; i < 4; ++i) {
       const bool is_tie = key[i] == cut;
-      push_candidate(scratch, count, key[i] > cut || (is_tie && before < ties_left), v * 128 + lane * 4 + i, x[i]);
+      take[i] = key[i] > cut || (is_tie && before < ties_left);
       before += is_tie;
+      taken += take[i];
     }
+    int slot = count + lane_prefix(taken, total_taken);
+    for (int i = 0; i < 4; ++i) put_candidate(scratch, slot, take[i], v * 128 + lane * 4 + i, x[i]);
+    count += total_taken;
     ties_left = max(ties_left - total, 0);
   }
   return count;
 }
 
-// Ranks the listed candidates and leaves the best K sorted in scratch.sorted_*; returns how many there are (<= K).
-template <int kSlots>
-__device__ __forceinline__ int rank_candidates(const RouterRows& rows, const float* bias_smem, int count, WarpScratch& scratch) {
+// Slots that the ranking reads: 32, 64 or all.
+template <int kCandidates>
+__device__ __forceinline__ int ranked_slots(int count) {
+  return count <= 32 ? 32 : (count <= 64 ? 64 : kCandidates);
+}
+
+// Turns the listed logits into raw scores (x) and exact keys (0: no candidate; also from `count` to the end of the ranked slots).
+template <int kCandidates>
+__device__ __forceinline__ void score_candidates(const RouterRows& rows, const float* bias_smem, int count, WarpScratch<kCandidates>& scratch) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  std::uint32_t key[kSlots], id[kSlots], rank[kSlots];
-  float x[kSlots];
-#pragma unroll
-  for (int q = 0; q < kSlots; ++q) {
-    const int i = lane + 32 * q;
-    key[q] = 0, rank[q] = 0, id[q] = 0, x[q] = 0.0f;
+#pragma unroll 1
+  for (int i = lane; i < ranked_slots<kCandidates>(count); i += 32) {
+    std::uint32_t key = 0;
     if (i < count) {
-      id[q] = scratch.id[i], x[q] = scratch.x[i];
-      key[q] = exact_key(rows.score, x[q], bias_smem == nullptr ? 0.0f : bias_smem[id[q]]);
+      const float x = scratch.x[i], s = selection_score(rows.score, x);
+      const float k = scalar::add(s, bias_smem == nullptr ? 0.0f : bias_smem[scratch.id[i]]);
+      if (scalar::is_finite(x) && scalar::is_finite(k)) key = scalar::order_key(k);
+      scratch.x[i] = s;
     }
-    scratch.key[i] = key[q];
+    scratch.key[i] = key;
   }
   __syncwarp();
+}
+
+// Ranks the scored candidates and leaves the best K sorted in scratch.sorted_*; returns how many there are (<= K).
+template <int kSlots, int kCandidates>
+__device__ __forceinline__ int rank_candidates(int K, int count, WarpScratch<kCandidates>& scratch) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  std::uint32_t key[kSlots], rank[kSlots];
+#pragma unroll
+  for (int q = 0; q < kSlots; ++q) key[q] = scratch.key[lane + 32 * q], rank[q] = 0;
+#pragma unroll 1
   for (int j = 0; j < count; j += 4) {
     const uint4 other = *reinterpret_cast<const uint4*>(scratch.key + j);
 #pragma unroll
-    for (int q = 0; q < kSlots; ++q) rank[q] += (other.x > key[q]) + (other.y > key[q]) + (other.z > key[q]) + (other.w > key[q]);
+    for (int q = 0; q < kSlots; ++q) {
+      if (other.x > key[q]) ++rank[q];
+      if (other.y > key[q]) ++rank[q];
+      if (other.z > key[q]) ++rank[q];
+      if (other.w > key[q]) ++rank[q];
+    }
   }
   // Equal keys share a rank, which shows in the sum; then ids decide.
   std::uint32_t sum = 0;
 #pragma unroll
   for (int q = 0; q < kSlots; ++q) sum += lane + 32 * q < count ? rank[q] : 0u;
   if (ptx::redux_add(sum) != static_cast<std::uint32_t>(count * (count - 1) / 2)) {
+#pragma unroll 1
     for (int j = 0; j < count; ++j) {
       const std::uint32_t other = scratch.key[j], other_id = scratch.id[j];
 #pragma unroll
-      for (int q = 0; q < kSlots; ++q) rank[q] += other == key[q] && other_id < id[q];
+      for (int q = 0; q < kSlots; ++q) rank[q] += other == key[q] && other_id < scratch.id[lane + 32 * q];
     }
   }
+  float s[kSlots];
+  std::uint16_t id[kSlots];
+#pragma unroll
+  for (int q = 0; q < kSlots; ++q) s[q] = scratch.x[lane + 32 * q], id[q] = scratch.id[lane + 32 * q];
   __syncwarp();
   int chosen = 0;
 #pragma unroll
   for (int q = 0; q < kSlots; ++q) {
-    const bool take = key[q] != 0 && rank[q] < static_cast<std::uint32_t>(rows.K);
-    if (take) scratch.sorted_x()[rank[q]] = x[q], scratch.sorted_id()[rank[q]] = static_cast<std::int32_t>(id[q]);
+    const bool take = key[q] != 0 && rank[q] < static_cast<std::uint32_t>(K);
+    if (take) scratch.sorted_score()[rank[q]] = s[q], scratch.sorted_id()[rank[q]] = id[q];
     chosen += __popc(__ballot_sync(ptx::kFullWarp, take));
   }
-  for (int k = chosen + lane; k < rows.K; k += 32) scratch.sorted_x()[k] = __uint_as_float(0x7fc00000u), scratch.sorted_id()[k] = -1;
   __syncwarp();
   return chosen;
 }
 
-__device__ __forceinline__ void write_empty_row(const RouterForwardParams& p, std::int64_t t) {
+// Writes one row's ids and weights from the sorted scores; `chosen` of K slots have a route. Sums run over the slots in a fixed order.
+// Rows whose scores underflow and parity mode go through row_weights().
+template <class T>
+__device__ __noinline__ void write_rare_row(const RouterForwardParams& p, int chosen, const std::uint16_t* ids, float* x, int t, float row_max, float row_sum) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const T* row = row_of<T>(p.rows, t);
+  for (int k = lane; k < p.rows.K; k += 32) x[k] = k < chosen ? to_float(row[ids[k]]) : __uint_as_float(0x7fc00000u);
+  __syncwarp();
+  row_weights(p.rows, x, row_max, row_sum, p.weights + static_cast<std::int64_t>(t) * p.rows.K);
+}
+
+template <class T, int kCandidates>
+__device__ __forceinline__ void write_row(const RouterForwardParams& p, WarpScratch<kCandidates>& scratch, int chosen, int t, float row_max, float row_sum) {
+  const RouterRows& rows = p.rows;
+  const int lane = static_cast<int>(threadIdx.x) & 31, K = rows.K;
+  const bool is_softmax = rows.score == kScoreSoftmax || rows.score == kScoreSoftmaxSelected;
+  const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
+  const bool has0 = lane < chosen, has1 = lane + 32 < chosen, two = K > 32;
+  const std::int64_t at = static_cast<std::int64_t>(t) * K + lane;
+  float s0 = has0 ? scratch.sorted_score()[lane] : 0.0f, s1 = 0.0f;
+  if (lane < K) store_id(p.ids, p.id_bytes, at, has0 ? scratch.sorted_id()[lane] : -1);
+  if (two) {
+    s1 = has1 ? scratch.sorted_score()[lane + 32] : 0.0f;
+    if (lane + 32 < K) store_id(p.ids, p.id_bytes, at + 32, has1 ? scratch.sorted_id()[lane + 32] : -1);
+  }
+  float sum = 1.0f;
+  if (is_softmax) {
+    float shift = row_max;
+    if (renormalise) shift = rows.bias == nullptr ? __shfl_sync(ptx::kFullWarp, s0, 0) : warp_max(fmaxf(has0 ? s0 : -kInfinity, has1 ? s1 : -kInfinity));
+    s0 = has0 ? exp_difference(s0, shift) : 0.0f;
+    if (two) s1 = has1 ? exp_difference(s1, shift) : 0.0f;
+    sum = row_sum;
+  }
+  if (renormalise) {
+    sum = warp_sum(s0 + s1);
+    if ((!is_softmax && !(sum > 1e-12f)) || rows.epsilon > 0.0f) {  // underflow, parity; also rows without a route
+      write_rare_row<T>(p, chosen, scratch.sorted_id(), scratch.x, t, row_max, row_sum);
+      return;
+    }
+  }
+  const float factor = scalar::mul(rows.scale, ptx::rcp_approx(fmaxf(sum, 1e-30f)));  // no route: 0 / 1e-30
+  if (lane < K) p.weights[at] = scalar::mul(s0, factor);
+  if (two && lane + 32 < K) p.weights[at + 32] = scalar::mul(s1, factor);
+}
+
+__device__ __forceinline__ void write_empty_row(const RouterForwardParams& p, int t) {
   if (p.ids == nullptr) return;
   for (int k = static_cast<int>(threadIdx.x) & 31; k < p.rows.K; k += 32) {
-    store_id(p.ids, p.id_bytes, t * p.rows.K + k, -1);
-    p.weights[t * p.rows.K + k] = 0.0f;
+    const std::int64_t at = static_cast<std::int64_t>(t) * p.rows.K + k;
+    store_id(p.ids, p.id_bytes, at, -1);
+    p.weights[at] = 0.0f;
   }
 }
 
-template <class T, int kVectors, int kMode, bool kStaged>
-__device__ __forceinline__ void route_row(const RouterForwardParams& p, const T* row, const float* bias_smem, std::int64_t t, WarpScratch& scratch,
-                                          RowCounters& counters) {
+// From the list of candidates to the outputs of row t.
+template <class T, int kCandidates>
+__device__ __forceinline__ void finish_row(const RouterForwardParams& p, const float* bias_smem, int count, WarpScratch<kCandidates>& scratch, int t,
+                                           float row_max, float row_sum, std::uint32_t* hist, RowCounters& counters) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  score_candidates(p.rows, bias_smem, count, scratch);
+  int chosen = 0;
+  if (count <= 32) {
+    chosen = rank_candidates<1>(p.rows.K, count, scratch);
+  } else if (count <= 64) {
+    chosen = rank_candidates<2>(p.rows.K, count, scratch);
+  } else {
+    chosen = rank_candidates<kCandidates / 32>(p.rows.K, count, scratch);
+  }
+  counters.short_rows += chosen < p.rows.K;
+  if (p.ids != nullptr) write_row<T>(p, scratch, chosen, t, row_max, row_sum);
+  if (lane < chosen) atomicAdd(hist + scratch.sorted_id()[lane], 1u);
+  if (lane + 32 < chosen) atomicAdd(hist + scratch.sorted_id()[lane + 32], 1u);
+  __syncwarp();
+}
+
+template <class T, int kVectors, int kMode, bool kFull>
+__device__ __forceinline__ void route_held_row(const RouterForwardParams& p, const float* bias_smem, int t, WarpScratch<128>& scratch, std::uint32_t* hist,
+                                               RowCounters& counters) {
   const RouterRows& rows = p.rows;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
-  LaneScan<kVectors, kMode> s;
-  scan_row<T, kVectors, kMode, kStaged, false>(rows, row, bias_smem, need_sum, s);
-  if (__any_sync(ptx::kFullWarp, s.has_nonfinite)) {
-    ++counters.nonfinite;
-    scan_row<T, kVectors, kMode, kStaged, true>(rows, row, bias_smem, need_sum, s);
-  }
+  HeldRow<T, kVectors, kMode, kFull> s;
+  const float poison = s.load(rows, row_of<T>(rows, t), bias_smem, need_sum);
+  counters.nonfinite += __any_sync(ptx::kFullWarp, poison != poison);
   std::uint32_t kept = 0xffffffffu;
   const bool is_grouped = kMode == kExact && p.num_kept < p.num_groups;
-  if constexpr (kMode == kExact && WarpPolicy<kVectors, kMode>::kHold) {
-    if (is_grouped) {
-      kept = keep_groups(p, s, reinterpret_cast<std::uint64_t*>(scratch.key));
+  if constexpr (kMode == kExact) {
+    if (is_grouped) kept = keep_groups(p, s, reinterpret_cast<std::uint64_t*>(scratch.key));
+  }
+  float group_max[WarpPolicy<kVectors>::kGroups];
+  s.group_maxima(group_max);
+  const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(group_max, rows.K)), -3.402823466e38f);
+  int mine = 0, count = 0;
 #pragma unroll
-      for (int g = 0; g < WarpPolicy<kVectors, kMode>::kGroups; ++g) s.group_max[g] = -kInfinity;
+  for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float& m = s.group_max[v / WarpPolicy<kVectors, kMode>::kVectorsPerGroup];
-        m = fmaxf(m, fmaxf(fmaxf(s.f[v][0], s.f[v][1]), fmaxf(s.f[v][2], s.f[v][3])));
+    for (int i = 0; i < 4; ++i) mine += s.f[v][i] >= threshold;
+  }
+  int slot = lane_prefix(mine, count);
+  const float* bias = kMode == kPlain ? nullptr : bias_smem;
+  if (count > 128) {
+    count = exact_candidates(rows, row_of<T>(rows, t), bias, is_grouped, kept, scratch);
+  } else if (mine != 0) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (s.f[v][i] >= threshold) {
+          scratch.x[slot] = s.f[v][i], scratch.id[slot] = static_cast<std::uint16_t>(v * 128 + lane * 4 + i);
+          ++slot;
+        }
       }
     }
   }
-  const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(s.group_max, rows.K)), -3.402823466e38f);
-  int count = collect_candidates<T, kVectors, kMode, kStaged>(rows, row, bias_smem, s, threshold, scratch);
-  const float* bias = kMode == kPlain ? nullptr : bias_smem;
-  if (count > router_tuning::kMaxCandidates) count = exact_candidates(rows, row, bias, is_grouped, kept, scratch);
   __syncwarp();
-  if constexpr (kMode != kPlain && WarpPolicy<kVectors, kMode>::kHold) {  // the list holds filter values: fetch the logits
+  if constexpr (kMode != kPlain) {  // the list holds filter values: fetch the logits
+    const T* row = row_of<T>(rows, t);
     for (int i = lane; i < count; i += 32) scratch.x[i] = to_float(row[scratch.id[i]]);
     __syncwarp();
   }
-  int chosen = 0;
-  if (count <= 32) {
-    chosen = rank_candidates<1>(rows, bias, count, scratch);
-  } else if (count <= 64) {
-    chosen = rank_candidates<2>(rows, bias, count, scratch);
-  } else {
-    chosen = rank_candidates<4>(rows, bias, count, scratch);
-  }
-  counters.short_rows += chosen < rows.K;
-  if (p.ids != nullptr) {
-    float row_max = 0.0f, row_sum = 1.0f;
-    if (need_sum) {
-      row_max = warp_max(s.sum_max);
-      row_sum = warp_sum(s.sum_max == -kInfinity ? 0.0f : s.sum * ptx::ex2_approx((s.sum_max - row_max) * 1.44269504f));
-    }
-    for (int k = lane; k < rows.K; k += 32) store_id(p.ids, p.id_bytes, t * rows.K + k, scratch.sorted_id()[k]);
-    row_weights(rows, scratch.sorted_x(), row_max, row_sum, [&](int k, float w) { p.weights[t * rows.K + k] = w; });
-  }
-  if (p.scratch.counts != nullptr) {
-    for (int k = lane; k < chosen; k += 32) ptx::red_add(p.scratch.counts + scratch.sorted_id()[k], 1u);
-  }
-  __syncwarp();
+  finish_row<T>(p, bias, count, scratch, t, need_sum ? s.sum_max : 0.0f, need_sum ? s.sum : 1.0f, hist, counters);
 }
 
-template <class T, int kVectors>
-__device__ __forceinline__ void load_bias(const RouterRows& rows, float* bias_smem) {
-  for (int e = static_cast<int>(threadIdx.x); e < rows.E; e += static_cast<int>(blockDim.x)) bias_smem[e] = effective_bias(rows, e);
+// Shared memory of a CTA: histogram [E], then the bias [E] where the mode has one. Ends with a barrier.
+template <int kMode>
+__device__ __forceinline__ void prepare_cta(const RouterRows& rows, std::uint32_t* hist, float* bias_smem) {
+  clear_histogram(hist, rows.E);
+  if constexpr (kMode != kPlain) {
+#pragma unroll 4
+    for (int e = static_cast<int>(threadIdx.x); e < rows.E; e += static_cast<int>(blockDim.x)) bias_smem[e] = effective_bias(rows, e);
+  }
   __syncthreads();
 }
+// Elements rounded up so that the next part of shared memory is 16-byte aligned.
+__host__ __device__ constexpr int padded_experts(int E) { return (E + 3) / 4 * 4; }
+__host__ __device__ inline std::size_t cta_bytes(int E, int mode) { return static_cast<std::size_t>(padded_experts(E)) * (mode == kPlain ? 4 : 8); }
 
-inline constexpr int kUnstagedThreads = 256;
-template <int kVectors>
-inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 384;
-// CTAs an SM must hold: as many as the registers allow without spills.
+// Threads of a CTA and CTAs an SM must hold: as many as the registers allow without spills.
 template <int kVectors, int kMode>
-inline constexpr int kUnstagedBlocks = kVectors <= 2 ? 4 : (kVectors == 4 ? (kMode == kPlain ? 4 : 3) : (kVectors == 8 && kMode == kPlain ? 3 : 2));
+inline constexpr int kUnstagedThreads = kMode != kExact && kVectors <= 4 ? 512 : 256;
+template <int kVectors, int kMode>
+inline constexpr int kUnstagedBlocks = 2;
 
-template <class T, int kVectors, int kMode>
-__global__ void __launch_bounds__(kUnstagedThreads, kUnstagedBlocks<kVectors, kMode>) router_forward_warp(const __grid_constant__ RouterForwardParams p) {
+template <class T, int kVectors, int kMode, bool kFull>
+__global__ void __launch_bounds__(kUnstagedThreads<kVectors, kMode>, kUnstagedBlocks<kVectors, kMode>)
+    router_forward_warp(const __grid_constant__ RouterForwardParams p) {
   extern __shared__ __align__(16) unsigned char dynamic_smem[];
-  __shared__ WarpScratch scratch[kUnstagedThreads / 32];
-  float* bias_smem = reinterpret_cast<float*>(dynamic_smem);
-  if constexpr (kMode != kPlain) load_bias<T, kVectors>(p.rows, bias_smem);
+  constexpr int kThreads = kUnstagedThreads<kVectors, kMode>;
+  __shared__ WarpScratch<128> scratch[kThreads / 32];
+  std::uint32_t* hist = reinterpret_cast<std::uint32_t*>(dynamic_smem);
+  float* bias_smem = reinterpret_cast<float*>(hist + padded_experts(p.rows.E));
+  prepare_cta<kMode>(p.rows, hist, bias_smem);
   const int warp = static_cast<int>(threadIdx.x) >> 5;
-  const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * (kUnstagedThreads / 32);
+  const int num_warps = static_cast<int>(gridDim.x) * (kThreads / 32), T_rows = static_cast<int>(p.rows.T);
   RowCounters counters;
-  // Neighbouring warps of the grid take neighbouring rows.
-  for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * (kUnstagedThreads / 32) + warp; t < p.rows.T; t += num_warps) {
+  // Warp w of all CTAs before warp w + 1: rows spread evenly over the SMs whatever T is.
+  for (int t = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); t < T_rows; t += num_warps) {
     if (p.rows.padding != nullptr && p.rows.padding[t] != 0) {
       write_empty_row(p, t);
       continue;
     }
-    route_row<T, kVectors, kMode, false>(p, static_cast<const T*>(p.rows.logits) + t * p.rows.row_stride, bias_smem, t, scratch[warp], counters);
+    route_held_row<T, kVectors, kMode, kFull>(p, bias_smem, t, scratch[warp], hist, counters);
   }
   add_row_counters(p.status, counters);
+  flush_histogram(p, hist);
   finish_counts(p);
 }
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Dynamic shared memory: bias [E rounded to 16 bytes, if the mode has one], then per warp: kStages rows, WarpScratch; barriers last.
-inline constexpr int kStages = 2;
-__host__ __device__ inline std::size_t staged_warp_bytes(int E, std::size_t logit_bytes) {
-  return kStages * static_cast<std::size_t>(E) * logit_bytes + sizeof(WarpScratch) + kStages * sizeof(std::uint64_t);
-}
-
-template <class T, int kVectors, int kMode>
-__global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward_staged(const __grid_constant__ RouterForwardParams p) {
-  extern __shared__ __align__(16) unsigned char dynamic_smem[];
-  const int E = p.rows.E, warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-  const int warps = static_cast<int>(blockDim.x) >> 5;
-  const std::uint32_t row_bytes = static_cast<std::uint32_t>(E) * sizeof(T);
-  unsigned char* next = dynamic_smem;
-  float* bias_smem = reinterpret_cast<float*>(next);
-  if constexpr (kMode != kPlain) next += static_cast<std::size_t>(E) * sizeof(float);
-  T* ring = reinterpret_cast<T*>(next + static_cast<std::size_t>(warp) * kStages * row_bytes);
-  next += static_cast<std::size_t>(warps) * kStages * row_bytes;
-  WarpScratch& scratch = reinterpret_cast<WarpScratch*>(next)[warp];
-  next += static_cast<std::size_t>(warps) * sizeof(WarpScratch);
-  std::uint64_t* full = reinterpret_cast<std::uint64_t*>(next) + warp * kStages;
-
-  if (lane == 0) {
-    for (int s = 0; s < kStages; ++s) ptx::mbarrier_init(full + s, 1);
-    ptx::mbarrier_init_fence();
-  }
-  __syncwarp();
-  // Warp w of all CTAs before warp w + 1: rows spread evenly over the SMs whatever T is.
-  const std::int64_t first = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x;
-  const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * warps;
-  const auto fetch = [&](std::int64_t t, int stage) {
-    if (lane == 0 && t < p.rows.T) {
-      ptx::mbarrier_arrive_expect(full + stage, row_bytes);
-      ptx::bulk_load(ring + static_cast<std::size_t>(stage) * E, static_cast<const T*>(p.rows.logits) + t * p.rows.row_stride, row_bytes, full + stage);
-    }
-  };
-  for (int s = 0; s < kStages; ++s) fetch(first + s * num_warps, s);
-  if constexpr (kMode != kPlain) load_bias<T, kVectors>(p.rows, bias_smem);
-  RowCounters counters;
-  int stage = 0;
-  std::uint32_t parity = 0;
-  for (std::int64_t t = first; t < p.rows.T; t += num_warps) {
-    ptx::mbarrier_wait(full + stage, parity);
-    if (p.rows.padding != nullptr && p.rows.padding[t] != 0) {
-      write_empty_row(p, t);
-    } else {
-      route_row<T, kVectors, kMode, true>(p, ring + static_cast<std::size_t>(stage) * E, bias_smem, t, scratch, counters);
-    }
-    __syncwarp();
-    fetch(t + kStages * num_warps, stage);
-    if (++stage == kStages) stage = 0, parity ^= 1u;
-  }
-  add_row_counters(p.status, counters);
-  finish_counts(p);
-}
-#endif
 
 }  // namespace waybill::cuda

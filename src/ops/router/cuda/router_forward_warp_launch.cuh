@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "ops/router/cuda/router_forward_warp.cuh"
+#include "ops/router/cuda/router_forward_pair.cuh"
+#include "ops/router/cuda/router_forward_staged.cuh"
 
 namespace waybill::cuda {
 
@@ -14,38 +15,31 @@ struct KernelLimits {
   std::atomic<int> blocks_per_sm[16] = {};
 };
 
-template <class T, int kVectors, int kMode>
+template <class T, int kVectors, int kMode, bool kFull>
 void launch_unstaged(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   static KernelLimits cache;
-  const auto kernel = router_forward_warp<T, kVectors, kMode>;
-  const std::size_t smem = kMode == kPlain ? 0 : (static_cast<std::size_t>(p.rows.E) * sizeof(float) + 15) / 16 * 16;
+  constexpr int kThreads = kUnstagedThreads<kVectors, kMode>;
+  const auto kernel = router_forward_warp<T, kVectors, kMode, kFull>;
+  const std::size_t smem = cta_bytes(p.rows.E, kMode);
   std::atomic<int>& blocks = cache.blocks_per_sm[limits.device & 15];
   if (blocks.load(std::memory_order_relaxed) == 0) {
     int count = 0;
-    const std::size_t most = kMode == kPlain ? 0 : kVectors * 128 * sizeof(float);
+    const std::size_t most = cta_bytes(kVectors * 128, kMode);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kUnstagedThreads, most);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, most);
     blocks.store(std::max(count, 1), std::memory_order_relaxed);
   }
-  const std::int64_t needed = (p.rows.T + kUnstagedThreads / 32 - 1) / (kUnstagedThreads / 32);
+  const std::int64_t needed = (p.rows.T + kThreads / 32 - 1) / (kThreads / 32);
   const std::int64_t resident = static_cast<std::int64_t>(limits.num_sms) * blocks.load(std::memory_order_relaxed);
   const auto grid = static_cast<unsigned>(std::max<std::int64_t>(1, std::min(needed, resident)));
-  kernel<<<grid, kUnstagedThreads, smem, stream>>>(p);
+  kernel<<<grid, kThreads, smem, stream>>>(p);
 }
 
-// False where the rows cannot be staged: alignment, device, or shared memory for fewer than 3 warps.
 template <class T, int kVectors, int kMode>
-bool launch_staged(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  const std::size_t row_bytes = static_cast<std::size_t>(p.rows.E) * sizeof(T);
-  if (limits.compute_major < 9 || row_bytes % 16 != 0 || static_cast<std::size_t>(p.rows.row_stride) * sizeof(T) % 16 != 0 ||
-      reinterpret_cast<std::uintptr_t>(p.rows.logits) % 16 != 0) {
-    return false;
-  }
-  const std::size_t fixed = kMode == kPlain ? 0 : static_cast<std::size_t>(p.rows.E) * sizeof(float);
-  const std::size_t available = static_cast<std::size_t>(limits.shared_per_block) - 1024 - fixed;  // 1 KiB: static shared memory
-  const std::size_t per_warp = staged_warp_bytes(p.rows.E, sizeof(T));
-  const int warps = std::min<int>(static_cast<int>(available / per_warp), kStagedMaxThreads<kVectors> / 32);
-  if (warps < 3) return false;
+void launch_staged(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  constexpr std::size_t kFixed = staged_cta_bytes<kVectors>(kMode), kPerWarp = staged_warp_bytes<T, kVectors>();
+  const std::size_t available = static_cast<std::size_t>(limits.shared_per_block) - 1024 - kFixed;  // 1 KiB: static shared memory
+  const int warps = std::min<int>(static_cast<int>(available / kPerWarp), kStagedMaxThreads<kVectors> / 32);
   static KernelLimits cache;
   const auto kernel = router_forward_staged<T, kVectors, kMode>;
   std::atomic<int>& done = cache.blocks_per_sm[limits.device & 15];
@@ -55,34 +49,47 @@ bool launch_staged(const RouterForwardParams& p, const DeviceLimits& limits, cud
   }
   const std::int64_t needed = (p.rows.T + warps - 1) / warps;
   const auto grid = static_cast<unsigned>(std::max<std::int64_t>(1, std::min<std::int64_t>(needed, limits.num_sms)));
-  kernel<<<grid, warps * 32, fixed + static_cast<std::size_t>(warps) * per_warp, stream>>>(p);
-  return true;
+  kernel<<<grid, warps * 32, kFixed + static_cast<std::size_t>(warps) * kPerWarp, stream>>>(p);
 }
 
 template <class T, int kVectors>
-void launch_tier(const RouterForwardParams& p, int mode, bool stage, const DeviceLimits& limits, cudaStream_t stream) {
+void launch_tier(const RouterForwardParams& p, int mode, const DeviceLimits& limits, cudaStream_t stream) {
   if constexpr (kVectors > 8) {
-    if (stage && (mode == kPlain ? launch_staged<T, kVectors, kPlain>(p, limits, stream) : launch_staged<T, kVectors, kBiased>(p, limits, stream))) return;
+    if (mode == kPlain) return launch_staged<T, kVectors, kPlain>(p, limits, stream);
+    return launch_staged<T, kVectors, kBiased>(p, limits, stream);
+  } else if (p.rows.E == kVectors * 128) {
+    if (mode == kPlain) return launch_unstaged<T, kVectors, kPlain, true>(p, limits, stream);
+    if (mode == kBiased) return launch_unstaged<T, kVectors, kBiased, true>(p, limits, stream);
+    return launch_unstaged<T, kVectors, kExact, true>(p, limits, stream);
+  } else {
+    if (mode == kPlain) return launch_unstaged<T, kVectors, kPlain, false>(p, limits, stream);
+    return launch_unstaged<T, kVectors, kExact, false>(p, limits, stream);
   }
-  if constexpr (kVectors <= 18) {
-    if (mode == kPlain) return launch_unstaged<T, kVectors, kPlain>(p, limits, stream);
-    if (mode == kBiased) return launch_unstaged<T, kVectors, kBiased>(p, limits, stream);
+}
+
+// Which of WarpMode the problem needs.
+inline int warp_mode(const RouterForwardParams& p) {
+  const bool has_groups = p.num_kept < p.num_groups, has_bias = p.rows.bias != nullptr || p.rows.mask != nullptr;
+  return has_groups || (has_bias && p.rows.score == kScoreSqrtSoftplus) ? kExact : (has_bias ? kBiased : kPlain);
+}
+
+// Rows of up to 512 experts and longer ones live in two translation units a type: each compiles in seconds.
+template <class T>
+void launch_warp_short(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  if (takes_pairs(p, warp_mode(p))) return launch_pairs<T>(p, limits, stream);
+  switch (router_tuning::vector_tier(p.rows.E)) {
+    case 1: return launch_tier<T, 1>(p, warp_mode(p), limits, stream);
+    case 2: return launch_tier<T, 2>(p, warp_mode(p), limits, stream);
+    default: return launch_tier<T, 4>(p, warp_mode(p), limits, stream);
   }
-  if constexpr (kVectors <= 8) launch_unstaged<T, kVectors, kExact>(p, limits, stream);
 }
 
 template <class T>
-void launch_warp_forward(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  const bool has_groups = p.num_kept < p.num_groups, has_bias = p.rows.bias != nullptr || p.rows.mask != nullptr;
-  const int mode = has_groups || (has_bias && p.rows.score == kScoreSqrtSoftplus) ? kExact : (has_bias ? kBiased : kPlain);
-  const bool stage = static_cast<std::size_t>(p.rows.E) * sizeof(T) >= static_cast<std::size_t>(router_tuning::kStageRowBytes);
+void launch_warp_long(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   switch (router_tuning::vector_tier(p.rows.E)) {
-    case 1: return launch_tier<T, 1>(p, mode, stage, limits, stream);
-    case 2: return launch_tier<T, 2>(p, mode, stage, limits, stream);
-    case 4: return launch_tier<T, 4>(p, mode, stage, limits, stream);
-    case 8: return launch_tier<T, 8>(p, mode, stage, limits, stream);
-    case 18: return launch_tier<T, 18>(p, mode, stage, limits, stream);
-    default: return launch_tier<T, 64>(p, mode, stage, limits, stream);
+    case 8: return launch_tier<T, 8>(p, warp_mode(p), limits, stream);
+    case 18: return launch_tier<T, 18>(p, warp_mode(p), limits, stream);
+    default: return launch_tier<T, 64>(p, warp_mode(p), limits, stream);
   }
 }
 

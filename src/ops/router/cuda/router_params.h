@@ -83,15 +83,19 @@ struct DeviceLimits {
 };
 const DeviceLimits& device_limits(int device);  // queried once per device
 
-// Launchers. `grid` choices live in tuning.h; each returns after queuing on `stream`.
-void launch_router_forward_warp_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
-void launch_router_forward_warp_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
-void launch_router_forward_warp_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+// short: up to 512 experts. Launchers. `grid` choices live in tuning.h; each returns after queuing on `stream`.
+void launch_router_forward_warp_short_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_long_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_short_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_long_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_short_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_forward_warp_long_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forward_block(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forced(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 // Integer counts of the ids: aux_counts [E] (or null) and what p asks for; all zeroed by the caller before.
 void launch_router_loss_prepare(const RouterLossParams& p, std::int32_t* aux_counts, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_losses(LogitType type, const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_backward(LogitType type, const RouterBackwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_backward_dense(LogitType type, const RouterBackwardParams& p, const DeviceLimits& limits, cudaStream_t stream);  // called by the former
 
 }  // namespace waybill::cuda

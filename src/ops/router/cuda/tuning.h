@@ -6,7 +6,8 @@
 
 namespace waybill::cuda::router_tuning {
 
-// The warp kernel holds a row as num_vectors groups of 128 experts; its tiers are unrolled.
+// The warp kernels hold a row as num_vectors groups of 128 experts; the tiers are unrolled. Up to 8 vectors stay in registers, longer
+// rows are staged in shared memory (sm_90).
 inline constexpr int kVectorTiers[] = {1, 2, 4, 8, 18, 64};
 constexpr int vector_tier(int E) {
   for (const int tier : kVectorTiers)
@@ -18,8 +19,5 @@ inline constexpr int kMaxWarpK = 64;         // two slots a lane
 inline constexpr int kMaxCandidates = 128;   // of a row after narrowing; more takes the exact path of the same kernel
 inline constexpr int kMaxGroupedVectors = 8; // grouped rows keep all keys in registers
 inline constexpr int kMaxFastGroups = 64;
-
-// Rows of this many bytes or more are staged in shared memory by bulk copies, two rows a warp; smaller ones go to registers.
-inline constexpr int kStageRowBytes = 4096;
 
 }  // namespace waybill::cuda::router_tuning

@@ -4,8 +4,8 @@
 
 namespace waybill::cuda {
 
-void launch_router_forward_warp_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  launch_warp_forward<__half>(p, limits, stream);
+void launch_router_forward_warp_long_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  launch_warp_long<float>(p, limits, stream);
 }
 
 }  // namespace waybill::cuda

@@ -4,8 +4,8 @@
 
 namespace waybill::cuda {
 
-void launch_router_forward_warp_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  launch_warp_forward<__nv_bfloat16>(p, limits, stream);
+void launch_router_forward_warp_long_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  launch_warp_long<__nv_bfloat16>(p, limits, stream);
 }
 
 }  // namespace waybill::cuda

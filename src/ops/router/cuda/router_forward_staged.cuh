@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// Router forward for long rows (sm_90): one warp per token, the row in shared memory. See router_forward_warp.cuh for the method.
+//
+//   Each warp owns one row buffer that a bulk copy fills (completion on an mbarrier). The buffer is read twice: for the group maxima,
+//   and at the vectors that hold candidates; then the next row of the warp is on its way while the candidates are ranked and written.
+//   The columns from E to the tier's width hold the lowest finite number, so that the loops need no bounds.
+#pragma once
+
+#include "ops/router/cuda/router_forward_warp.cuh"
+
+namespace waybill::cuda {
+
+template <class T>
+__device__ __forceinline__ T lowest_logit();
+template <>
+__device__ __forceinline__ float lowest_logit<float>() {
+  return -3.402823466e38f;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 lowest_logit<__nv_bfloat16>() {
+  return __ushort_as_bfloat16(0xff7f);
+}
+template <>
+__device__ __forceinline__ __half lowest_logit<__half>() {
+  return __ushort_as_half(0xfbff);
+}
+
+// What a scan leaves in a lane's registers.
+template <int kVectors>
+struct StagedScan {
+  float vector_max[WarpPolicy<kVectors>::kKeepMaxima ? kVectors : 1];
+  float group_max[WarpPolicy<kVectors>::kGroups];
+  float poison;
+};
+
+template <class T, int kVectors, int kMode>
+__device__ __forceinline__ float vector_maximum(const RouterRows& rows, const T* row, const float* bias_smem, int v, float& poison) {
+  const int e = v * 128 + (static_cast<int>(threadIdx.x) & 31) * 4;
+  float x[4];
+  load4<T, false>(row + e, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) poison = __fmaf_rn(x[i], 0.0f, poison);
+  if constexpr (kMode != kPlain) {
+    const float4 b = *reinterpret_cast<const float4*>(bias_smem + e);  // padded to the tier's width
+    x[0] = filter_value<kMode>(rows.score, x[0], b.x), x[1] = filter_value<kMode>(rows.score, x[1], b.y);
+    x[2] = filter_value<kMode>(rows.score, x[2], b.z), x[3] = filter_value<kMode>(rows.score, x[3], b.w);
+  }
+  return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+}
+
+template <class T, int kVectors, int kMode>
+__device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, const float* bias_smem, StagedScan<kVectors>& s) {
+  using Policy = WarpPolicy<kVectors>;
+  s.poison = 0.0f;
+  if constexpr (Policy::kKeepMaxima) {
+#pragma unroll
+    for (int g = 0; g < Policy::kGroups; ++g) {
+      s.group_max[g] = -kInfinity;
+      __syncwarp();  // bounds the loads in flight, and with them the registers
+#pragma unroll
+      for (int v = g * Policy::kVectorsPerGroup; v < (g + 1) * Policy::kVectorsPerGroup; ++v) {
+        s.vector_max[v] = vector_maximum<T, kVectors, kMode>(rows, row, bias_smem, v, s.poison);
+        s.group_max[g] = fmaxf(s.group_max[g], s.vector_max[v]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int g = 0; g < Policy::kGroups; ++g) {
+      s.group_max[g] = -kInfinity;
+#pragma unroll 2
+      for (int v = g * Policy::kVectorsPerGroup; v < (g + 1) * Policy::kVectorsPerGroup; ++v) {
+        s.group_max[g] = fmaxf(s.group_max[g], vector_maximum<T, kVectors, kMode>(rows, row, bias_smem, v, s.poison));
+      }
+    }
+  }
+}
+
+// Excludes what is not finite, in place.
+template <class T>
+__device__ __noinline__ void sanitise_row(T* row, int E) {
+  for (int e = static_cast<int>(threadIdx.x) & 31; e < E; e += 32) {
+    if (!scalar::is_finite(to_float(row[e]))) row[e] = static_cast<T>(-kInfinity);
+  }
+  ptx::fence_async_proxy();  // before the copy engine writes the row again
+  __syncwarp();
+}
+
+// Softmax denominator over the finite, unmasked logits.
+template <class T, int kMode>
+__device__ __forceinline__ void staged_softmax_sum(const RouterRows& rows, const T* row, const float* bias_smem, float& row_max, float& row_sum) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto value = [&](int e, float x) {
+    if (kMode == kPlain) return x;
+    return scalar::is_finite(x) && !is_masked(bias_smem[e]) ? x : -kInfinity;
+  };
+  float largest = -kInfinity;
+  for (int e = lane * 4; e < rows.E; e += 128) {
+    float x[4];
+    load4<T, false>(row + e, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = fmaxf(largest, value(e + i, x[i]));
+  }
+  row_max = warp_max(largest);
+  row_sum = 0.0f;
+  if (row_max == -kInfinity) return;
+#pragma unroll 2
+  for (int e = lane * 4; e < rows.E; e += 128) {
+    float x[4];
+    load4<T, false>(row + e, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) row_sum += ptx::ex2_approx((value(e + i, x[i]) - row_max) * 1.44269504f);
+  }
+  row_sum = warp_sum(row_sum);
+}
+
+// Candidates of the row into the list; returns how many there are (more than the list holds: they were not all stored).
+template <class T, int kVectors, int kMode, int kCandidates>
+__device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* row, const float* bias_smem, const StagedScan<kVectors>& s, float threshold,
+                                              WarpScratch<kCandidates>& scratch) {
+  using Policy = WarpPolicy<kVectors>;
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto read = [&](int v, float(&x)[4], bool(&take)[4]) {
+    const int e = v * 128 + lane * 4;
+    load4<T, false>(row + e, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float bias = kMode == kPlain ? 0.0f : bias_smem[e + i];
+      take[i] = filter_value<kMode>(rows.score, x[i], bias) >= threshold;
+    }
+  };
+  int mine = 0, count = 0;
+  float x[4];
+  bool take[4];
+  if constexpr (Policy::kKeepMaxima) {
+    std::uint32_t mask = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) mask |= s.vector_max[v] >= threshold ? 1u << v : 0u;
+#pragma unroll 1
+    for (std::uint32_t left = mask; left != 0; left &= left - 1) {
+      read(__ffs(static_cast<int>(left)) - 1, x, take);
+      mine += take[0] + take[1] + take[2] + take[3];
+    }
+    __syncwarp();
+    int slot = lane_prefix(mine, count);
+#pragma unroll 1
+    for (std::uint32_t left = mask; left != 0; left &= left - 1) {
+      const int v = __ffs(static_cast<int>(left)) - 1;
+      read(v, x, take);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) put_candidate(scratch, slot, take[i], v * 128 + lane * 4 + i, x[i]);
+    }
+  } else {
+#pragma unroll 1
+    for (int v = 0; v * 128 < rows.E; ++v) {
+      read(v, x, take);
+      mine += take[0] + take[1] + take[2] + take[3];
+    }
+    int slot = lane_prefix(mine, count);
+#pragma unroll 1
+    for (int v = 0; v * 128 < rows.E; ++v) {
+      read(v, x, take);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) put_candidate(scratch, slot, take[i], v * 128 + lane * 4 + i, x[i]);
+    }
+  }
+  __syncwarp();
+  return count;
+}
+
+template <int kVectors>
+inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 672;
+
+// Dynamic shared memory: histogram and bias (each [tier width]), then per warp: the row, WarpScratch; barriers last.
+template <int kVectors>
+__host__ __device__ constexpr std::size_t staged_cta_bytes(int mode) {
+  return static_cast<std::size_t>(kVectors) * 128 * (mode == kPlain ? 4 : 8);
+}
+template <class T, int kVectors>
+__host__ __device__ constexpr std::size_t staged_warp_bytes() {
+  return static_cast<std::size_t>(kVectors) * 128 * sizeof(T) + sizeof(WarpScratch<WarpPolicy<kVectors>::kCandidates>) + 16;
+}
+
+template <class T, int kVectors, int kMode>
+__global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward_staged(const __grid_constant__ RouterForwardParams p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(16) unsigned char dynamic_smem[];
+  using Scratch = WarpScratch<WarpPolicy<kVectors>::kCandidates>;
+  constexpr int kWidth = kVectors * 128;
+  const RouterRows& rows = p.rows;
+  const int E = rows.E, warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31, warps = static_cast<int>(blockDim.x) >> 5;
+  const std::uint32_t row_bytes = static_cast<std::uint32_t>(E) * sizeof(T);
+  std::uint32_t* hist = reinterpret_cast<std::uint32_t*>(dynamic_smem);
+  float* bias_smem = reinterpret_cast<float*>(hist + kWidth);
+  unsigned char* next = dynamic_smem + staged_cta_bytes<kVectors>(kMode);
+  T* row = reinterpret_cast<T*>(next) + static_cast<std::size_t>(warp) * kWidth;
+  next += static_cast<std::size_t>(warps) * kWidth * sizeof(T);
+  Scratch& scratch = reinterpret_cast<Scratch*>(next)[warp];
+  next += static_cast<std::size_t>(warps) * sizeof(Scratch);
+  std::uint64_t* full = reinterpret_cast<std::uint64_t*>(next) + warp * 2;
+
+  if (lane == 0) {
+    ptx::mbarrier_init(full, 1);
+    ptx::mbarrier_init_fence();
+  }
+  for (int e = E + lane; e < kWidth; e += 32) row[e] = lowest_logit<T>();
+  __syncwarp();
+  const int first = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), T_rows = static_cast<int>(rows.T);
+  const int num_warps = static_cast<int>(gridDim.x) * warps;
+  const auto fetch = [&](int t) {
+    if (lane == 0 && t < T_rows) {
+      ptx::mbarrier_arrive_expect(full, row_bytes);
+      ptx::bulk_load(row, row_of<T>(rows, t), row_bytes, full);
+    }
+  };
+  fetch(first);
+  for (int e = E + static_cast<int>(threadIdx.x); kMode != kPlain && e < kWidth; e += static_cast<int>(blockDim.x)) bias_smem[e] = -kInfinity;
+  prepare_cta<kMode>(rows, hist, bias_smem);
+  const float* bias = kMode == kPlain ? nullptr : bias_smem;
+  const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
+  RowCounters counters;
+  std::uint32_t parity = 0;
+  for (int t = first; t < T_rows; t += num_warps, parity ^= 1u) {
+    ptx::mbarrier_wait(full, parity);
+    if (rows.padding != nullptr && rows.padding[t] != 0) {
+      write_empty_row(p, t);
+      __syncwarp();
+      fetch(t + num_warps);
+      continue;
+    }
+    StagedScan<kVectors> s;
+    scan_row<T, kVectors, kMode>(rows, row, bias_smem, s);
+    if (__any_sync(ptx::kFullWarp, s.poison != s.poison)) {
+      ++counters.nonfinite;
+      sanitise_row(row, E);
+      if constexpr (kMode == kPlain) {  // +Inf and NaN have entered the maxima: again, without them
+#pragma unroll 1
+        for (int again = 0; again < 1; ++again) scan_row<T, kVectors, kMode>(rows, row, bias_smem, s);
+      }
+    }
+    float row_max = 0.0f, row_sum = 1.0f;
+    if (need_sum) staged_softmax_sum<T, kMode>(rows, row, bias_smem, row_max, row_sum);
+    const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(s.group_max, rows.K)), -3.402823466e38f);
+    int count = collect_staged<T, kVectors, kMode>(rows, row, bias_smem, s, threshold, scratch);
+    if (count > WarpPolicy<kVectors>::kCandidates) {
+      count = exact_candidates(rows, static_cast<const T*>(row), bias, false, 0xffffffffu, scratch);
+      __syncwarp();
+    }
+    fetch(t + num_warps);
+    finish_row<T>(p, bias, count, scratch, t, row_max, row_sum, hist, counters);
+  }
+  add_row_counters(p.status, counters);
+  flush_histogram(p, hist);
+  finish_counts(p);
+#endif
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/router/cuda/router_forward_warp_launch.cuh"
+
+namespace waybill::cuda {
+
+void launch_router_forward_warp_short_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  launch_warp_short<__nv_bfloat16>(p, limits, stream);
+}
+
+}  // namespace waybill::cuda
