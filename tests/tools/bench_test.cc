@@ -30,6 +30,11 @@ TEST(BenchStatistics, PercentilesOfKnownSamples) {
   EXPECT_EQ(percentile({}, 0.5), 0);
 }
 
+TEST(BenchStatistics, DataThatFitsTheCacheHasNoMemoryFloor) {
+  EXPECT_EQ(memory_floor_us(1000, 1), 0);
+  EXPECT_DOUBLE_EQ(memory_floor_us(1e13, 1e6), 1e7);
+}
+
 TEST(BenchStatistics, TheSlowestRankIsNamed) {
   BenchOptions options;
   options.iterations = 5;

@@ -80,8 +80,10 @@ class Install(HouseTest):
         self.assertTrue((prefix / "share/waybill/configs/demo.toml").is_file())
 
     def test_F29_libraries_need_no_mpi_or_network_library(self):
-        libraries = sorted(pathlib.Path(BUILD).glob("src/capi/libwaybill.so")) + sorted(pathlib.Path(BUILD).glob("tools/waybill/waybill"))
-        self.assertEqual(len(libraries), 2)
+        libraries = [pathlib.Path(BUILD) / "src/capi/libwaybill.so"]
+        # The command may carry the MPI engine, where the build has that feature.
+        if "WAYBILL_HAS_MPI:INTERNAL=ON" not in (pathlib.Path(BUILD) / "CMakeCache.txt").read_text(encoding="utf-8"):
+            libraries.append(pathlib.Path(BUILD) / "tools/waybill/waybill")
         for path in libraries:
             needed = self.needed_libraries(path)
             self.assertTrue(any(name.startswith("libc.so") for name in needed), needed)

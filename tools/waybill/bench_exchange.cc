@@ -99,8 +99,8 @@ void measure_rank(const BenchOptions& options, const BenchShape& shape, const Ro
     record.variant = variant;
     record.timing = timing;
     record.bytes = moved;
-    record.floor_us = 2 * moved / rate;  // read at the sender, written at the receiver
-    record.floor_kind = moved > 0 ? "memory read" : "";
+    record.floor_us = memory_floor_us(2 * moved, rate);  // read at the sender, written at the receiver
+    record.floor_kind = record.floor_us > 0 ? "memory read" : "";
     record.plan_included = plan_included;
     report->add(record);
   };

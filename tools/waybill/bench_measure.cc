@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench_measure.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -96,6 +98,12 @@ double memory_read_rate(int threads) {
     best = std::max(best, static_cast<double>(threads) * static_cast<double>(kWords) * 8 / (micros_since(begin) * 1e-6));
   }
   return best;
+}
+
+double memory_floor_us(double bytes, double bytes_per_us) {
+  constexpr double kUnknownCache = 64e6;
+  const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return bytes > (cache > 0 ? static_cast<double>(cache) : kUnknownCache) ? bytes / bytes_per_us : 0;
 }
 
 }  // namespace waybill::cli

@@ -33,4 +33,7 @@ Timing measure_ranks(const BenchOptions& options, Fabric& fabric, const std::fun
 // Bytes per second that `threads` threads of this process read from memory, measured once (a 256 MB buffer each, best of 3).
 double memory_read_rate(int threads);
 
+// Least time for `bytes` at that rate; 0 (no floor) for data that fits the last-level cache, which memory speed does not bound.
+double memory_floor_us(double bytes, double bytes_per_us);
+
 }  // namespace waybill::cli

@@ -93,8 +93,8 @@ void run(const BenchOptions& options) {
   const auto add = [&](const char* variant, double bytes, const std::function<void()>& body) {
     record.variant = variant;
     record.bytes = bytes;
-    record.floor_us = bytes / rate;
-    record.floor_kind = "memory read";
+    record.floor_us = memory_floor_us(bytes, rate);
+    record.floor_kind = record.floor_us > 0 ? "memory read" : "";
     record.timing = measure(options, body);
     report.add(record);
   };

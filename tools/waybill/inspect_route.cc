@@ -2,11 +2,9 @@
 // A route file: load per expert and rank, and the first tokens.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <memory>
 
 #include "inspect_verbs.h"
-#include "table.h"
 #include "waybill/route_io.h"
 #include "waybill/route_stats.h"
 
@@ -52,13 +50,6 @@ void run(const RouteOptions& options) {
     return;
   }
   fmt::print("{}\n", describe(stats));
-  if (options.P > 1) {
-    Table table({"rank", "rows", "slots"});
-    for (std::size_t p = 0; p < stats.rank_rows.size(); ++p) {
-      table.add({fmt::format("{}", p), fmt::format("{}", stats.rank_rows[p]), fmt::format("{}", stats.rank_slots[p])});
-    }
-    fmt::print("\n{}", table.text());
-  }
   fmt::print("\n{}\n", describe(route.view(), options.rows));
 }
 
