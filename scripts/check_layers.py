@@ -57,7 +57,7 @@ def folder_of(path):
 
 def may_use_cuda(path):
     parts = path.relative_to(ROOT).parts
-    return "cuda" in parts or path.suffix in {".cu", ".cuh"} or parts[0] in {"bindings"} or "nccl" in path.stem
+    return any(part.startswith("cuda") for part in parts[:-1]) or path.suffix in {".cu", ".cuh"} or parts[0] in {"bindings"} or "nccl" in path.stem
 
 
 def op_of(parts):
