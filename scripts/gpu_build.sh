@@ -19,7 +19,7 @@ library="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/im
   src/core/thread_pool.cc src/core/workspace.cc src/route/route.cc $(ls src/ops/router/*.cc src/core/cuda/*.cc src/ops/router/cuda/*.cc)
   $(ls src/fabric/cuda_local/*.cc 2>/dev/null || true) $(ls src/ops/router/cuda/*.cu src/fabric/cuda_local/*.cu 2>/dev/null || true) tests/cuda/device_random.cu"
 declare -A sources=(
-  [test_cuda_router]="tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/main.cc"
+  [test_cuda_router]="tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="tests/cuda/fabric_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
   [bench_cuda_router]="bench/cuda/router_bench.cc"
 )

@@ -65,11 +65,12 @@ class Bench {
     r.ids = ids_[static_cast<std::size_t>(set)].data(), r.weights = weights_[static_cast<std::size_t>(set)].as<float>(), r.counts = counts_.as<std::int32_t>();
     return r;
   }
-  void forward(int i, bool portable = false) const {
+  void forward(int i, bool with_counts = true, bool portable = false) const {
     const int set = i % sets_;
     const RouterInputs in = inputs(set);
     RouterOutputs out;
     out.route = route(set), out.offsets = offsets_.as<std::int32_t>();
+    if (!with_counts) out.route.counts = nullptr, out.offsets = nullptr;
     router_forward(router_impl::ForwardCall{config_, in, out, stream()}, portable);
   }
   RouterLossConfig loss_config() const {
@@ -173,19 +174,31 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
   const Timing cold = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i); });
   record("router_fwd", name, "cold", cold, read_us + route_us, dtype == DType::kF32 ? c.target_us : 0, checked);
   if (!big) record("router_fwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.forward(0); }), read_us + route_us, 0, checked);
+  if (dtype == DType::kF32) {
+    record("router_fwd", name, "cold, no counts", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i, false); }), read_us + route_us, 0, checked);
+    if (c.E >= 2304 && c.G == 1 && !c.bias) {
+      record("router_fwd", name, "portable", time_captured(bench.cuda_stream(), 12, 3, [&](int i) { bench.forward(i, true, true); }), read_us + route_us, 0, checked);
+    }
+  }
   if (!backward) return;
   const bool dense = c.score == ScoreFunction::kSoftmax && !c.renormalise;
   const double floor = write_us + (dense ? read_us : 0) + 14.0 / 6.0 * route_us;
   record("router_bwd", name, "cold", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, false); }), floor,
          dtype == DType::kF32 ? (dense ? dense_target : sparse_target) : 0, checked);
-  if (!big) record("router_bwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.backward(0, false); }), floor, dtype == DType::kF32 && !dense ? 4.5 : 0, checked);
+  if (!big) record("router_bwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.backward(0, false); }), floor, dtype == DType::kF32 && !dense && c.E == 256 ? 4.5 : 0, checked);
   if (c.E < 256) return;
   const Timing both = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i), bench.losses(i); });
   record("router_fwd+loss", name, "cold", both, read_us + route_us, 0, checked);
   Timing on_top = both;
   on_top.p50 = both.p50 - cold.p50;
   record("losses on fwd", name, "difference", on_top, read_us, dtype == DType::kF32 && c.E == 2304 ? 15 : 0, checked);
-  record("router_bwd+loss", name, "cold", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, true); }), write_us + read_us, 0, checked);
+  const Timing plain_backward = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, false); });
+  const Timing loss_backward = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, true); });
+  record("router_bwd+loss", name, "cold", loss_backward, write_us + read_us, 0, checked);
+  if (dense) return;
+  Timing extra = loss_backward;
+  extra.p50 = loss_backward.p50 - plain_backward.p50;
+  record("losses on bwd", name, "difference", extra, read_us, dtype == DType::kF32 && c.E == 2304 ? 25 : 0, checked);
 }
 
 int main_checked(int argc, char** argv) {

@@ -25,8 +25,10 @@ inline bool has_gpu() {
   (void)cudaGetLastError();
   return found;
 }
-#define WB_NEEDS_GPU() \
-  if (!::waybill::cuda::has_gpu()) GTEST_SKIP() << "needs a GPU"
+#define WB_NEEDS_GPU()                \
+  if (::waybill::cuda::has_gpu()) {   \
+  } else                              \
+    GTEST_SKIP() << "needs a GPU"
 
 // A problem in host memory. Logits are kept in fp32 and rounded to `dtype` on both sides.
 struct RouterProblem {
@@ -202,7 +204,9 @@ inline void expect_same(const RouterResult& expected, const RouterResult& got, c
   ASSERT_EQ(expected.counts, got.counts) << what;
   ASSERT_EQ(expected.offsets, got.offsets) << what;
   ASSERT_EQ(expected.aligned, got.aligned) << what;
-  if (p.want_unbiased) ASSERT_EQ(expected.unbiased, got.unbiased) << what;
+  if (p.want_unbiased) {
+    ASSERT_EQ(expected.unbiased, got.unbiased) << what;
+  }
   ASSERT_EQ(expected.status.num_nonfinite_rows, got.status.num_nonfinite_rows) << what;
   ASSERT_EQ(expected.status.num_short_rows, got.status.num_short_rows) << what;
   ASSERT_EQ(expected.status.num_bad_ids, got.status.num_bad_ids) << what;

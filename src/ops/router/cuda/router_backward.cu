@@ -146,7 +146,8 @@ void launch_lanes(const RouterBackwardParams& p, const DeviceLimits& limits, cud
   const auto kernel = router_backward_sparse<T, kLanes, kSlots>;
   static std::atomic<bool> done[16] = {};
   if (!done[limits.device & 15].exchange(true)) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_per_block - 1024);
-  const bool bulk = limits.compute_major >= 9 && rows.E % 4 == 0 && p.d_stride % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.d_logits) % 16 == 0;
+  // A bulk copy must have read its rows before the warp can leave; short rows are faster by ordinary stores.
+  const bool bulk = rows.E >= 1024 && limits.compute_major >= 9 && rows.E % 4 == 0 && p.d_stride % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.d_logits) % 16 == 0;
   const std::int64_t groups = (rows.T + kRows - 1) / kRows, needed = (groups + warps - 1) / warps;
   const int resident = std::clamp(static_cast<int>(static_cast<std::size_t>(limits.shared_per_sm) / (smem + 1024)), 1, 2048 / kThreads);
   const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>(needed, 1, static_cast<std::int64_t>(limits.num_sms) * resident));

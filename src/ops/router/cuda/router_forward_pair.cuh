@@ -74,10 +74,11 @@ __device__ __forceinline__ float pair_threshold(const float (&group_max)[kGroups
   return low;
 }
 
-// Both rows by the whole warp, one after the other (ties).
+// Both rows by the whole warp, one after the other (ties). Returns how many of them are short of candidates.
 template <class T>
-__device__ __noinline__ void route_pair_exactly(const RouterForwardParams& p, int t, WarpScratch<128>& scratch, std::uint32_t* hist, RowCounters& counters, float max0,
-                                                float sum0, float max1, float sum1) {
+__device__ __noinline__ std::uint32_t route_pair_exactly(const RouterForwardParams& p, int t, WarpScratch<128>& scratch, std::uint32_t* hist, float max0, float sum0,
+                                                         float max1, float sum1) {
+  RowCounters counters;
   for (int r = 0; r < 2 && t + r < static_cast<int>(p.rows.T); ++r) {
     if (p.rows.padding != nullptr && p.rows.padding[t + r] != 0) {
       write_empty_row(p, t + r);
@@ -87,6 +88,7 @@ __device__ __noinline__ void route_pair_exactly(const RouterForwardParams& p, in
     __syncwarp();
     finish_row<T>(p, nullptr, count, scratch, t + r, r == 0 ? max0 : max1, r == 0 ? sum0 : sum1, hist, counters);
   }
+  return counters.short_rows;
 }
 
 // Rows t and t + 1; kVectors groups of 64 experts a row.
@@ -157,7 +159,7 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
     const float max1 = __shfl_sync(ptx::kFullWarp, row_max, 16), sum1 = __shfl_sync(ptx::kFullWarp, row_sum, 16);
     const float max0 = __shfl_sync(ptx::kFullWarp, row_max, 0), sum0 = __shfl_sync(ptx::kFullWarp, row_sum, 0);
     __syncwarp();
-    route_pair_exactly<T>(p, t, *reinterpret_cast<WarpScratch<128>*>(&scratch), hist, counters, max0, sum0, max1, sum1);
+    counters.short_rows += route_pair_exactly<T>(p, t, *reinterpret_cast<WarpScratch<128>*>(&scratch), hist, max0, sum0, max1, sum1);
     return;
   }
   if (mine != 0) {
@@ -216,9 +218,7 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
     const bool rare = (!is_softmax && active && chosen > 0 && !(sum > 1e-12f)) || rows.epsilon > 0.0f;
     if (__any_sync(ptx::kFullWarp, rare)) {  // underflow or parity: both rows through the list of the exact path
       __syncwarp();
-      route_pair_exactly<T>(p, t, *reinterpret_cast<WarpScratch<128>*>(&scratch), hist, counters, 0.0f, 1.0f, 0.0f, 1.0f);
-      // finish_row() has counted short rows a second time
-      counters.short_rows -= ((is_short & 0xffffu) != 0) + ((is_short >> 16) != 0);
+      (void)route_pair_exactly<T>(p, t, *reinterpret_cast<WarpScratch<128>*>(&scratch), hist, 0.0f, 1.0f, 0.0f, 1.0f);  // short rows are counted above
       return;
     }
   }

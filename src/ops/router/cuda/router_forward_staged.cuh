@@ -168,7 +168,7 @@ __device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* r
 }
 
 template <int kVectors>
-inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 672;
+inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 640;
 
 // Dynamic shared memory: histogram and bias (each [tier width]), then per warp: the row, WarpScratch; barriers last.
 template <int kVectors>

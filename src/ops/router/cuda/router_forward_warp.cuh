@@ -555,7 +555,7 @@ __host__ __device__ inline std::size_t cta_bytes(int E, int mode) { return stati
 
 // Threads of a CTA and CTAs an SM must hold: as many as the registers allow without spills.
 template <int kVectors, int kMode>
-inline constexpr int kUnstagedThreads = kMode != kExact && kVectors <= 4 ? 512 : 256;
+inline constexpr int kUnstagedThreads = kMode == kExact ? (kVectors <= 2 ? 320 : 256) : (kVectors == 8 ? 256 : (kMode == kBiased || kVectors == 4 ? 448 : 512));
 template <int kVectors, int kMode>
 inline constexpr int kUnstagedBlocks = 2;
 

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# How every GPU claim of the project is made. On a machine with a GPU and CUDA: builds (or takes) the GPU programs, runs all GPU tests,
+# the compute-sanitizer on the small ones, and the benchmarks; writes bench/results/<gpu>/*.json and renders docs/performance.md.
+#
+#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--quick]
+#     --bin DIR   use the programs in DIR (built elsewhere, static) instead of building
+#     --out DIR   also copy logs and results there
+#     --quick     no sanitizer
+#   scripts/gpu-check.sh --check    CI, no GPU: docs/performance.md matches the results; lists results older than the sources
+# Environment: WAYBILL_GPU_DEPS (see scripts/gpu_build.sh), NVCC, PYTHON (the python3 that holds torch, for the peer).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin= out= quick=0
+while [ $# -gt 0 ]; do
+  case $1 in
+    --check) exec python3 scripts/render_performance.py --check ;;
+    --bin) bin=$2; shift 2 ;;
+    --out) out=$2; shift 2 ;;
+    --quick) quick=1; shift ;;
+    *) echo "gpu-check: unknown option $1" >&2; exit 2 ;;
+  esac
+done
+command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || { echo "gpu-check: no GPU found (nvidia-smi -L lists none)" >&2; exit 2; }
+work=$(mktemp -d)
+failed=0
+if [ -z "$bin" ]; then
+  bin=$work/bin
+  echo "gpu-check: building"
+  scripts/gpu_build.sh "$bin" >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; echo "gpu-check: the build failed" >&2; exit 1; }
+fi
+checks=()
+note() { checks+=("\"$1\": \"$2\""); printf '%-44s %s\n' "$1" "$2"; [ "$2" = passed ] || [ "${2#skipped}" != "$2" ] || failed=1; }
+run() {  # name, command...
+  local name=$1 log
+  shift
+  log=$work/$(echo "$name" | tr -c 'a-z0-9\n' '_').log
+  if "$@" >"$log" 2>&1; then note "$name" passed; else note "$name" "failed"; tail -30 "$log" >&2; fi
+}
+for program in test_cuda_router test_cuda_fabric; do
+  [ -x "$bin/$program" ] && run "$program" "$bin/$program"
+done
+if [ $quick = 0 ]; then
+  small_router='RouterCasesCuda.F0*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
+  small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2'
+  if command -v compute-sanitizer >/dev/null; then
+    for tool in memcheck racecheck initcheck; do
+      run "$tool router" compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router"
+      run "$tool fabric" compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
+    done
+  else
+    note sanitizer "skipped: compute-sanitizer is not installed"
+  fi
+fi
+run "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
+peers=
+if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
+(IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
+if [ -s "$work/router.jsonl" ]; then
+  python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1
+  python3 scripts/render_performance.py || failed=1
+fi
+if [ -n "$out" ]; then
+  mkdir -p "$out"
+  cp bench/results/*/router.json "$out/" 2>/dev/null
+  tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
+fi
+[ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2
+exit $failed

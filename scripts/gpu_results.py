@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes bench/results/<gpu>/<area>.json from what one scripts/gpu-check.sh run left behind.
+
+  scripts/gpu_results.py AREA RECORDS.jsonl [PEERS.jsonl] --checks CHECKS.json [--out DIR]
+Records: one JSON object a line (bench_cuda_<area>). Peers: {"case": ..., "peers": {...}}; matched by the start of a record's case.
+"""
+import argparse
+import datetime
+import json
+import pathlib
+import re
+import subprocess
+
+from cuda_sources_hash import ROOT, sources_hash
+
+
+def smi(query):
+    try:
+        out = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+        return out.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return ""
+
+
+def commit():
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def lines(path):
+    return [json.loads(line) for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("area")
+    parser.add_argument("records")
+    parser.add_argument("peers", nargs="?")
+    parser.add_argument("--checks")
+    parser.add_argument("--out", default=str(ROOT / "bench/results"))
+    args = parser.parse_args()
+    records = lines(args.records)
+    for peer in lines(args.peers) if args.peers else []:
+        for record in records:
+            # The peer computes fp32 logits' ids and weights; variants with bias or groups have no counterpart.
+            if record["op"] == "router_fwd" and record["case"] == peer["case"] + " f32":
+                record["peers"] = peer["peers"]
+    gpu = smi("name") or "unknown GPU"
+    cuda = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout or "")
+    header = {
+        "area": args.area,
+        "commit": commit(),
+        "cuda_sources": sources_hash(args.area),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "gpu": gpu,
+        "driver": smi("driver_version"),
+        "cuda": cuda.group(1) if cuda else "",
+        "clocks": {"sm_mhz": smi("clocks.sm"), "memory_mhz": smi("clocks.mem"), "sm_max_mhz": smi("clocks.max.sm")},
+        "method": "captured: one CUDA graph of 12 launches over rotating buffers (cold) or one buffer (warm), median of its replays divided by 12",
+        "checks": json.loads(pathlib.Path(args.checks).read_text(encoding="utf-8")) if args.checks else {},
+    }
+    folder = pathlib.Path(args.out) / re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{args.area}.json"
+    body = ",\n".join("  " + json.dumps(r) for r in records)
+    path.write_text(json.dumps({"header": header}, indent=1)[:-2] + ',\n "records": [\n' + body + "\n ]\n}\n", encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
