@@ -196,6 +196,7 @@ void run_rank(const Shared& shared, Fabric& world) {
   ThreadPool pool(threads_per_rank(config, world));
   RankTrainer trainer(config, world, &pool);
   if (!shared.resume.path.empty()) trainer.load(shared.resume.path);
+  if (shared.options.record_routes_every > 0) trainer.record_routes(shared.options.run_dir, shared.options.record_routes_every);
   TrainResult& result = shared.result;
   std::optional<Recorder> recorder;
   if (world.rank() == 0) {
@@ -224,16 +225,16 @@ void run_rank(const Shared& shared, Fabric& world) {
 
 TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObserver* observer) {
   const auto start = Clock::now();
-  validate(config);
   WB_CHECK(!options.run_dir.empty(), "train() needs a run folder");
   Fabric* world = options.world;
-  WB_CHECK(world == nullptr || world->size() == config.parallel.W(), "{} processes were started, but the config says P = {}, D = {}: it needs {}",
-           world->size(), config.parallel.P, config.parallel.D, config.parallel.W());
   const bool is_root = world == nullptr || world->rank() == 0;
   std::optional<Dataset> data;
   ResumePoint resume;
   double ceiling = 0;
   const auto prepare = [&] {
+    validate(config);
+    WB_CHECK(world == nullptr || world->size() == config.parallel.W(), "{} processes were started, but the config says P = {}, D = {}: it needs {}",
+             world->size(), config.parallel.P, config.parallel.D, config.parallel.W());
     data.emplace(Dataset::load(config.data, config.model.vocab, config.model.seq_len));
     if (options.resume) {
       resume = check_resume(options.run_dir, config, options.reshard);

@@ -15,6 +15,7 @@
 
 #include "commands.h"
 #include "terminal.h"
+#include "train/collective_error.h"
 #include "train_display.h"
 #include "waybill/error.h"
 #include "waybill/log.h"
@@ -29,6 +30,7 @@ namespace fs = std::filesystem;
 struct TrainArguments {
   std::string config, text, resume, run_dir;
   std::vector<std::string> overrides;
+  std::int64_t record_routes_every = 0;
   bool reshard = false, quiet = false, list_keys = false;
 };
 
@@ -89,12 +91,15 @@ std::string agree_on_run_dir(const std::string& mine, Fabric* world) {
   return name;
 }
 
+// Bad input is refused on every rank together (run_together); every other failure is one rank's.
+bool is_refusal(const Error& error) { return error.code() == ErrorCode::kInvalidArgument || error.code() == ErrorCode::kIo; }
+
 // Peers hear of this rank's failure at once instead of waiting for it.
 TrainResult run_world(const RunConfig& config, const TrainOptions& options, TrainObserver* observer) {
   try {
     return train(config, options, observer);
-  } catch (const std::exception& error) {
-    if (options.world != nullptr) options.world->abort(error.what());
+  } catch (const Error& error) {
+    if (options.world != nullptr && !is_refusal(error)) options.world->abort(error.what());
     throw;
   }
 }
@@ -105,7 +110,12 @@ void run_train(const TrainArguments& arguments, Fabric* start) {
   WB_CHECK(resume || !arguments.config.empty(), "train: give a config file, for example configs/demo.toml, or --resume RUN");
   WB_CHECK(!resume || arguments.run_dir.empty() || arguments.run_dir == arguments.resume, "train: --resume {} and --run-dir {} name two folders",
            arguments.resume, arguments.run_dir);
-  RunConfig config = load_run_config(arguments.config.empty() ? arguments.resume + "/config.toml" : arguments.config, arguments.overrides);
+  RunConfig config;
+  const auto load = [&] { config = load_run_config(arguments.config.empty() ? arguments.resume + "/config.toml" : arguments.config, arguments.overrides); };
+  if (start != nullptr)
+    run_together(*start, "train.config", load);
+  else
+    load();
   if (!arguments.text.empty()) {
     config.data.text = arguments.text;
     config.data.bin.clear();
@@ -127,6 +137,8 @@ void run_train(const TrainArguments& arguments, Fabric* start) {
   options.world = world.get();
   options.resume = resume;
   options.reshard = arguments.reshard;
+  WB_CHECK(arguments.record_routes_every >= 0, "train: --record-routes={} must not be negative", arguments.record_routes_every);
+  options.record_routes_every = arguments.record_routes_every;
   options.stop = &g_stop;
   install_signal_handlers();
   TrainDisplay display(arguments.quiet || !is_root);
@@ -153,10 +165,12 @@ void run_train_command(const TrainArguments& arguments) {
   try {
     run_train(arguments, start.get());
   } catch (const Error& error) {
-    start->abort(error.what());
-    const bool about_peers = error.code() == ErrorCode::kPeerFailed || error.code() == ErrorCode::kTimeout;
-    if (start->rank() != 0 && !about_peers) throw CLI::RuntimeError(2);
-    WB_FAIL(error.code(), "rank {}: {}", start->rank(), error.what());
+    if (!is_refusal(error)) {
+      start->abort(error.what());
+      WB_FAIL(error.code(), "rank {}: {}", start->rank(), error.what());
+    }
+    if (start->rank() != 0) throw CLI::RuntimeError(2);
+    throw;
   }
 }
 
@@ -171,6 +185,8 @@ void register_train_command(CLI::App& app) {
   command->add_option("--resume", arguments->resume, "Continue the run in this folder from its newest checkpoint");
   command->add_flag("--reshard", arguments->reshard, "Allow --resume at another P or D than the checkpoint's");
   command->add_option("--run-dir", arguments->run_dir, "Folder of the run; default runs/NAME-TIME");
+  command->add_flag("--record-routes{100}", arguments->record_routes_every,
+                    "Save every MoE layer's routes at step 1 and every 100 steps (--record-routes=N: every N) in RUN/routes, for bench and inspect");
   command->add_flag("--quiet", arguments->quiet, "Only the result");
   command->add_flag("--list-keys", arguments->list_keys, "Print every config key, its default and meaning");
   command->callback([arguments] { run_train_command(*arguments); });

@@ -47,7 +47,12 @@ void check_mpi(int code, const char* call, const std::string& where) {
 }
 
 Operation::Operation(const Group& group, Header header, std::span<const Fabric::Span> send, std::span<const Fabric::Span> receive)
-    : group_(group), header_(header), send_(send.begin(), send.end()), receive_(receive.begin(), receive.end()), peers_(group.world_ranks.size()) {}
+    : group_(group),
+      header_(header),
+      send_(send.begin(), send.end()),
+      receive_(receive.begin(), receive.end()),
+      peers_(group.world_ranks.size()),
+      heard_(group.world_ranks.size()) {}
 
 std::string Operation::describe() const {
   return fmt::format("{} '{}' (collective {} of group '{}')", to_string(header_.kind), header_.phase, header_.sequence, group_.name);
@@ -68,6 +73,7 @@ void Operation::start(MPI_Comm communicator) {
   envelope_ = make_envelope();
   peers_[me].envelope = envelope_;
   peers_[me].envelope_seen = peers_[me].complete = true;
+  heard_[me] = true;
   const int P = static_cast<int>(peers_.size());
   for (int i = 1; i < P; ++i) {
     const int peer = (group_.rank + i) % P;  // not every rank talks to rank 0 first
@@ -122,8 +128,9 @@ void Operation::check_sizes() const {
 
 bool Operation::receive_envelopes(MPI_Comm communicator) {
   bool all = true;
-  for (Peer& state : peers_) {
-    if (!state.envelope_seen) state.envelope_seen = test(state.envelope_receive, describe());
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    Peer& state = peers_[peer];
+    if (!state.envelope_seen) heard_[peer] = state.envelope_seen = test(state.envelope_receive, describe());
     all = all && state.envelope_seen;
   }
   if (!all) return false;
@@ -152,7 +159,8 @@ bool Operation::progress(MPI_Comm communicator) {
   if (!agreed_ && !receive_envelopes(communicator)) return false;
   bool all = true;
   for (Peer& state : peers_) all = progress_peer(state) && all;
-  return done_ = all;
+  done_ = all;
+  return all;
 }
 
 void Operation::abandon() noexcept {
@@ -168,6 +176,15 @@ void Operation::abandon() noexcept {
       if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
     }
   }
+  dropped_ = true;
+}
+
+std::vector<int> Operation::peers_not_heard() const {
+  std::vector<int> missing;
+  for (std::size_t p = 0; p < heard_.size(); ++p) {
+    if (!heard_[p]) missing.push_back(static_cast<int>(p));
+  }
+  return missing;
 }
 
 std::vector<int> Operation::peers_without_envelope() const {

@@ -6,6 +6,7 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -48,7 +49,10 @@ class Operation {
   void start(MPI_Comm communicator);
   bool progress(MPI_Comm communicator);  // true when everything has moved
   void abandon() noexcept;               // after a failure: receives are cancelled, nothing is waited for
+  // Readable without the owner's lock.
   bool done() const { return done_; }
+  bool dropped() const { return dropped_; }  // abandoned: MPI no longer touches the caller's buffers
+  std::vector<int> peers_not_heard() const;  // peers_without_envelope() as far as this thread can see
 
   std::string describe() const;                     // "all_to_all 'rows' (collective 7 of group 'world')"
   std::vector<int> peers_without_envelope() const;  // group ranks
@@ -83,7 +87,8 @@ class Operation {
   std::vector<Peer> peers_;
   std::vector<std::uint64_t> envelope_;  // outgoing, the same for every peer
   bool agreed_ = false;
-  bool done_ = false;
+  std::atomic<bool> done_{false}, dropped_{false};
+  std::vector<std::atomic<bool>> heard_;  // [P]
 };
 
 void check_mpi(int code, const char* call, const std::string& where);

@@ -12,6 +12,7 @@ using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
 constexpr int kControlTag = 1;
+constexpr auto kPatience = 5s;                            // for the lock: far longer than MPI needs to move one step
 constexpr auto kFarewell = 10s;                           // how long the end of a process waits for the others' end
 constexpr auto kShortestNap = 10us, kLongestNap = 500us;  // the progress thread's sleep while peers have nothing for us
 
@@ -30,7 +31,10 @@ std::string list(const std::vector<int>& ranks) { return fmt::format("{}", fmt::
 }  // namespace
 
 std::shared_ptr<Transport> Transport::get() {
-  static std::shared_ptr<Transport> transport(new Transport());
+  // A stuck transport is left alone at exit: its thread is inside MPI and still uses it.
+  static std::shared_ptr<Transport> transport(new Transport(), [](Transport* ended) {
+    if (!ended->stuck_) delete ended;
+  });
   return transport;
 }
 
@@ -56,9 +60,29 @@ Transport::Transport() {
   thread_ = std::thread([this] { run(); });
 }
 
+Transport::Lock Transport::take_lock() {
+  Lock lock(mutex_, std::defer_lock);
+  if (!stuck_ && lock.try_lock_for(kPatience)) return lock;
+  stuck_ = true;
+  throw_error(ErrorCode::kPeerFailed, fmt::format("rank {} of the world: the MPI library does not return from a call", world_rank_));
+}
+
+void Transport::throw_stuck(const Operation& operation, std::chrono::milliseconds timeout) {
+  stuck_ = true;
+  const Group& group = operation.group();
+  const std::vector<int> silent = operation.peers_not_heard();
+  WB_FAIL(ErrorCode::kTimeout, "rank {} waited {} ms for {} in {}, and the MPI library does not return from a call (a peer may be dead)", group.rank,
+          timeout.count(), silent.empty() ? std::string("the payload of its peers") : "rank " + list(silent), operation.describe());
+}
+
+void Transport::tell_waiters() {
+  { const std::lock_guard lock(news_mutex_); }  // a waiter is either before its test or asleep
+  changed_.notify_all();
+}
+
 Transport::~Transport() {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard<std::timed_mutex> lock(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
@@ -79,7 +103,7 @@ bool Transport::everybody_is_here() {
 }
 
 int Transport::agree_on_group_id() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock = take_lock();
   int id = next_group_id_;
   check_mpi(MPI_Allreduce(MPI_IN_PLACE, &id, 1, MPI_INT, MPI_MAX, data_), "MPI_Allreduce", "start");
   return id;
@@ -87,7 +111,7 @@ int Transport::agree_on_group_id() {
 
 void Transport::run() {
   auto nap = std::chrono::microseconds(kShortestNap);
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!stopping_) {
     if (pending_.empty()) {
       wake_.wait(lock, [&] { return stopping_ || !pending_.empty(); });
@@ -95,7 +119,7 @@ void Transport::run() {
       continue;
     }
     if (progress_once()) {
-      changed_.notify_all();
+      tell_waiters();
       nap = kShortestNap;
     } else {
       nap = std::min<std::chrono::microseconds>(nap * 2, kLongestNap);
@@ -144,6 +168,7 @@ void Transport::read_control() {
     if (message.size() < sizeof(fields)) continue;
     std::memcpy(fields, message.data(), sizeof(fields));
     failures_.try_emplace(fields[0], Failure{static_cast<ErrorCode>(fields[1]), std::string(message.begin() + sizeof(fields), message.end())});
+    ++num_failures_;
   }
 }
 
@@ -171,21 +196,24 @@ const Transport::Failure* Transport::failure_of(const Group& group) const {
 void Transport::fail_locked(const Group& group, ErrorCode code, const std::string& reason) {
   // Our own mistake stays an invalid argument for everybody; every other failure reaches the peers as "a peer failed".
   const ErrorCode for_peers = code == ErrorCode::kInvalidArgument ? code : ErrorCode::kPeerFailed;
-  if (failures_.try_emplace(group.id, Failure{code, reason}).second) send_control(group, for_peers, reason);
+  if (!failures_.try_emplace(group.id, Failure{code, reason}).second) return;
+  ++num_failures_;
+  send_control(group, for_peers, reason);
 }
 
 void Transport::fail(const Group& group, ErrorCode code, const std::string& reason) noexcept {
   try {
-    const std::lock_guard lock(mutex_);
+    const Lock lock = take_lock();
     fail_locked(group, code, reason);
-  } catch (...) {  // out of memory for the text: the peers time out instead
+  } catch (...) {  // stuck, or out of memory for the text: the peers time out instead
   }
-  changed_.notify_all();
+  tell_waiters();
 }
 
 void Transport::leave(const Group& group) noexcept {
   try {
-    const std::lock_guard lock(mutex_);
+    if (stuck_) return;
+    const Lock lock = take_lock();
     if (failure_of(group) != nullptr) return;
     for (const int world_rank : group.world_ranks) {
       if (world_rank == world_rank_) continue;
@@ -203,7 +231,7 @@ std::shared_ptr<Operation> Transport::start(const Group& group, const Header& he
                                             std::span<const Fabric::Span> receive) {
   auto operation = std::make_shared<Operation>(group, header, send, receive);
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock = take_lock();
     if (const Failure* failure = failure_of(group)) throw_error(ErrorCode::kPeerFailed, failure->reason);
     operation->start(data_);
     if (!operation->progress(data_)) pending_.push_back(operation);
@@ -213,24 +241,35 @@ std::shared_ptr<Operation> Transport::start(const Group& group, const Header& he
 }
 
 void Transport::wait(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout) {
-  std::unique_lock lock(mutex_);
   const auto deadline = Clock::now() + timeout;
   while (!operation->done()) {
-    if (const Failure* failure = failure_of(operation->group())) {
-      // Until the progress thread has abandoned the operation, MPI may still write into the caller's buffers.
-      const Failure copy = *failure;
-      changed_.wait_for(lock, 1s, [&] { return std::find(pending_.begin(), pending_.end(), operation) == pending_.end(); });
-      throw Error(copy.code, copy.reason);
+    std::uint64_t known = 0;
+    {
+      Lock lock(mutex_, std::defer_lock);
+      if (stuck_ || !lock.try_lock_for(kPatience)) throw_stuck(*operation, timeout);
+      if (operation->done()) return;
+      if (const Failure* failure = failure_of(operation->group())) {
+        const Failure copy = *failure;
+        lock.unlock();
+        // Until the progress thread has abandoned the operation, MPI may still write into the caller's buffers.
+        std::unique_lock news(news_mutex_);
+        changed_.wait_for(news, 1s, [&] { return operation->dropped() || operation->done(); });
+        throw Error(copy.code, copy.reason);
+      }
+      if (Clock::now() >= deadline) {
+        const Group& group = operation->group();
+        const std::vector<int> silent = operation->peers_without_envelope();
+        const std::vector<int> missing = silent.empty() ? operation->peers_without_payload() : silent;
+        fail_locked(group, ErrorCode::kTimeout,
+                    fmt::format("rank {} waited {} ms for rank {} in {}: expected {} of {} peers, saw {}", group.rank, timeout.count(), list(missing),
+                                operation->describe(), silent.empty() ? "the payload" : "a call", group.world_ranks.size() - 1,
+                                group.world_ranks.size() - 1 - missing.size()));
+        continue;
+      }
+      known = num_failures_;
     }
-    if (changed_.wait_until(lock, deadline) == std::cv_status::timeout && !operation->done() && failure_of(operation->group()) == nullptr) {
-      const Group& group = operation->group();
-      const std::vector<int> silent = operation->peers_without_envelope();
-      const std::vector<int> missing = silent.empty() ? operation->peers_without_payload() : silent;
-      fail_locked(group, ErrorCode::kTimeout,
-                  fmt::format("rank {} waited {} ms for rank {} in {}: expected {} of {} peers, saw {}", group.rank, timeout.count(), list(missing),
-                              operation->describe(), silent.empty() ? "the payload" : "a call", group.world_ranks.size() - 1,
-                              group.world_ranks.size() - 1 - missing.size()));
-    }
+    std::unique_lock news(news_mutex_);
+    changed_.wait_until(news, deadline, [&] { return operation->done() || num_failures_ != known; });
   }
 }
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The process's one connection to MPI: a lock around every MPI call, the thread that moves pending operations, and the failures
-// of groups that peers report.
+// of groups that peers report. MPI itself may never return from a call that touches a dead peer, so nobody waits for the lock without
+// a limit: after that the transport counts as stuck, says so, and is not used any more.
 #pragma once
 
 #include <mpi.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <list>
@@ -43,6 +45,9 @@ class Transport {
 
  private:
   Transport();
+  using Lock = std::unique_lock<std::timed_mutex>;
+  Lock take_lock();  // throws when stuck
+  [[noreturn]] void throw_stuck(const Operation& operation, std::chrono::milliseconds timeout);
   struct Failure {
     ErrorCode code;
     std::string reason;
@@ -52,6 +57,7 @@ class Transport {
     std::vector<char> bytes;
   };
   void run();
+  void tell_waiters();
   bool progress_once();
   void read_control();
   void send_control(const Group& group, ErrorCode code, const std::string& reason);
@@ -64,8 +70,12 @@ class Transport {
   bool owns_mpi_ = false;
   int next_group_id_ = 1;
 
-  std::mutex mutex_;
-  std::condition_variable wake_, changed_;
+  std::timed_mutex mutex_;
+  std::atomic<bool> stuck_{false};
+  std::condition_variable_any wake_;
+  std::mutex news_mutex_;  // of changed_ only; never held together with a call into MPI
+  std::condition_variable changed_;
+  std::atomic<std::uint64_t> num_failures_{0};
   std::list<std::shared_ptr<Operation>> pending_;
   std::vector<std::shared_ptr<Operation>> abandoned_;  // MPI may still read their envelopes
   std::list<Outgoing> outgoing_;
