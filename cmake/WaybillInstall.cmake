@@ -1,5 +1,4 @@
 # cmake --install: headers, libwaybill.so, the waybill command, configs, and a CMake package (find_package(waybill)).
-include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 # The version stands in version.h, for C and C++ callers; the project must say the same.
