@@ -78,6 +78,10 @@ class WB_API LanguageModel {
   void update_router_bias(const StepStats& stats);
   // Gradient norm (L2) with every parameter counted once over the world (each expert once), equal bits on every rank. Collective.
   double gradient_norm();
+  // Called on this rank after every MoE layer's forward of forward_backward() (not of evaluations), with the routes it took; null = off.
+  // The route lives until the call returns.
+  using RouteObserver = std::function<void(int layer, std::size_t micro_batch, const Route& route)>;
+  void set_route_observer(RouteObserver observer);
   // After an invalid step: a larger receive budget for every MoE layer (MoeLayer::set_receive_factor). The same on every rank.
   void set_receive_factor(double factor);
 

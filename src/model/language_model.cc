@@ -119,7 +119,9 @@ struct LanguageModel::Impl {
       Tensor& out = i + 1 < config.layers.size() ? saved[i + 1].x : x_out;
       out.resize(DType::kF32, {batch.T(), config.H});
       feed_forward[i].forward(s.x_mid, out, s.feed_forward, feed_forward_scratch, options, &times);
-      if (feed_forward[i].is_moe()) stats.add(layer, s.feed_forward.moe);
+      if (!feed_forward[i].is_moe()) continue;
+      stats.add(layer, s.feed_forward.moe);
+      if (route_observer) route_observer(layer, micro_batch, s.feed_forward.moe.route);
     }
   }
 
@@ -160,6 +162,7 @@ struct LanguageModel::Impl {
   Tensor x_out, final_normed, d;  // [T, H]
   std::vector<float> final_rstd;  // [T]
   PhaseTimes times;
+  RouteObserver route_observer;
   std::string evaluation_overflow;  // the first layer that overflowed in the last forward_only; empty = none
 };
 
@@ -169,6 +172,8 @@ LanguageModel::~LanguageModel() = default;
 
 const ModelConfig& LanguageModel::config() const { return impl_->config; }
 std::vector<Parameter>& LanguageModel::parameters() { return impl_->list.parameters; }
+
+void LanguageModel::set_route_observer(RouteObserver observer) { impl_->route_observer = std::move(observer); }
 
 void LanguageModel::zero_gradients() {
   for (Parameter& p : impl_->list.parameters)

@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 
+#include "run_folder.h"
 #include "waybill/error.h"
+#include "waybill/route_io.h"
 #include "waybill/trainer.h"
 
 namespace waybill {
@@ -116,6 +119,17 @@ void RankTrainer::update(const StepStats& stats, StepMetrics& metrics) {
     auto* load = loads_[i].as<std::int64_t>();
     for (std::size_t e = 0; e < counts.size(); ++e) load[e] += counts[e];
   }
+}
+
+void RankTrainer::record_routes(const std::string& run_dir, std::int64_t every) {
+  model_.set_route_observer([this, run_dir, every](int layer, std::size_t micro_batch, const Route& route) {
+    const std::int64_t step = info_.step + 1;
+    if (step != 1 && step % every != 0) return;
+    const std::string folder = route_folder(run_dir, step, layer, static_cast<std::int64_t>(micro_batch));
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);  // every rank tries; save_route says what is wrong
+    save_route(fmt::format("{}/rank_{:03}.route", folder, world_.rank()), route);
+  });
 }
 
 double RankTrainer::evaluate(const Dataset& data, std::int64_t count) {

@@ -26,6 +26,9 @@ class RankTrainer {
   // Mean held-out loss over `count` sequences (0 or too many: all of them).
   double evaluate(const Dataset& data, std::int64_t count);
 
+  // Saves the routes of every MoE layer and micro-batch at the first step and at every `every`-th: see TrainOptions.
+  void record_routes(const std::string& run_dir, std::int64_t every);
+
   std::string save(const std::string& folder);
   void load(const std::string& path);
 

@@ -30,6 +30,11 @@ Difference first_difference(const std::string& saved, const std::string& now) {
 
 }  // namespace
 
+std::string route_folder(const std::string& run_dir, std::int64_t step, int layer, std::int64_t micro_batch) {
+  const std::string folder = fmt::format("{}/routes/step_{:08}/layer_{:03}", run_dir, step, layer);
+  return micro_batch == 0 ? folder : fmt::format("{}_micro_{:02}", folder, micro_batch);
+}
+
 void create_run_folder(const std::string& run_dir, const RunConfig& config) {
   std::error_code error;
   WB_CHECK(!fs::exists(run_dir) || (fs::is_directory(run_dir) && fs::is_empty(run_dir, error)),

@@ -13,6 +13,8 @@ inline std::string config_path(const std::string& run_dir) { return run_dir + "/
 inline std::string metrics_path(const std::string& run_dir) { return run_dir + "/metrics.jsonl"; }
 inline std::string checkpoint_folder(const std::string& run_dir) { return run_dir + "/checkpoints"; }
 inline std::string sample_path(const std::string& run_dir) { return run_dir + "/sample.txt"; }
+// Recorded routes of one MoE layer in one micro-batch; steps count from 1.
+std::string route_folder(const std::string& run_dir, std::int64_t step, int layer, std::int64_t micro_batch);
 
 // Makes the folder and writes config.toml. Refuses a folder that holds anything.
 void create_run_folder(const std::string& run_dir, const RunConfig& config);
