@@ -13,7 +13,7 @@ namespace {
 void check_shape(std::int64_t T, std::int64_t K, std::int64_t E, DType id_dtype) {
   constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
   WB_CHECK(T >= 0 && T <= kMaxInt32, "a route needs 0 <= T <= {}, got T = {}", kMaxInt32, T);
-  WB_CHECK(K >= 1 && K <= std::numeric_limits<std::int16_t>::max(), "a route needs 1 <= K <= 32767, got K = {}", K);
+  WB_CHECK(K >= 1 && K <= kMaxInt32, "a route needs 1 <= K <= {}, got K = {}", kMaxInt32, K);
   WB_CHECK(E >= 1 && E <= kMaxInt32, "a route needs 1 <= E <= {}, got E = {}", kMaxInt32, E);
   WB_CHECK(id_dtype == DType::kI16 || id_dtype == DType::kI32, "route ids are i16 or i32, got {}", to_string(id_dtype));
   WB_CHECK(id_dtype == DType::kI32 || E <= kMaxExpertsInt16, "int16 routes hold at most {} experts, got E = {}: use int32 ids", kMaxExpertsInt16, E);

@@ -89,7 +89,7 @@ std::vector<std::byte> read_all(const std::string& path) {
 // Bytes of the body, or -1 where the sizes make no sense. 128-bit, so that a corrupt header cannot wrap around.
 __int128 body_bytes(const FileHeader& header) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
-  const bool sane = header.T >= 0 && header.T <= kMax && header.K >= 1 && header.K <= 32767 && header.E >= 1 && header.E <= kMax;
+  const bool sane = header.T >= 0 && header.T <= kMax && header.K >= 1 && header.K <= kMax && header.E >= 1 && header.E <= kMax;
   if (!sane || (header.id_bytes != 2 && header.id_bytes != 4)) return -1;
   return static_cast<__int128>(header.T) * header.K * (header.id_bytes + sizeof(float)) + static_cast<__int128>(header.E) * sizeof(std::int32_t);
 }

@@ -48,6 +48,7 @@ void index_rows_by_token(RoutePlan& plan) {
 RoutePlan make_route_plan(const RouteView& route, const ExpertPlacement& placement) {
   WB_CHECK(route.E == placement.E, "the route has E = {} experts, the placement E = {}", route.E, placement.E);
   WB_CHECK(route.device.type == DeviceType::kCpu, "the route must be in host memory, it is on {}", to_string(route.device));
+  WB_CHECK(route.K <= std::numeric_limits<std::int16_t>::max(), "a compact plan numbers the slots of a row in int16: K = {} is above 32767", route.K);
   WB_CHECK(route.T * route.K <= std::numeric_limits<std::int32_t>::max(), "T * K = {} slots of one rank exceed 2^31 - 1", route.T * route.K);
   const auto P = static_cast<std::size_t>(placement.P);
   RoutePlan plan;
