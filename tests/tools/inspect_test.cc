@@ -53,6 +53,25 @@ TEST_F(Inspect, LoadNamesTheHottestExpertAndTheImbalance) {
   EXPECT_THAT(text, ::testing::HasSubstr("|611 |"));
 }
 
+TEST_F(Inspect, LoadComparesTrainingPhasesAndReadsRecordedRoutes) {
+  std::string lines;
+  for (int i = 1; i <= 4; ++i) {
+    lines += R"({"kind":"step","step":)" + std::to_string(i) + R"(,"loss":2.5,"layers":[{"layer":2,"counts":)" + (i < 3 ? "[8,0]" : "[2,6]") +
+             R"(,"rank_slots":[5,3]}]})" + "\n";
+  }
+  write(lines);
+  const std::filesystem::path place = folder_ / "routes/step_00000001/layer_002";
+  std::filesystem::create_directories(place);
+  for (const char* name : {"rank_000.route", "rank_001.route"}) {
+    save_route((place / name).string(), Route::from_ids(2, 2, 4, std::vector<std::int32_t>{0, 1, 2, 1}).view());
+  }
+  const std::string text = run({"inspect", "load", folder_.string(), "--phases", "2"});
+  EXPECT_THAT(text, ::testing::ContainsRegex("1-2 +1 +2\\.00 +1\\.25 +0 +0 \\(100\\.0%\\)"));
+  EXPECT_THAT(text, ::testing::ContainsRegex("3-4 +0 +1\\.50 +1\\.25 +0 +1 \\(75\\.0%\\)"));
+  // Each source: row 0 to rank 0, row 1 to both: 4 and 2 rows over the ranks, 8 slots.
+  EXPECT_THAT(text, ::testing::ContainsRegex("step_00000001/layer_002 +2 +4 +2\\.00 +1\\.33 +1\\.33"));
+}
+
 TEST_F(Inspect, RunShowsPhasesByTime) {
   write(std::string(R"({"kind":"header","name":"tiny","world":4})") + "\n" + kStep + "\n" + R"({"kind":"eval","step":1,"loss":2.25})" + "\n");
   const std::string text = run({"inspect", "run", folder_.string()});

@@ -2,11 +2,14 @@
 #include "bench_loads.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <toml++/toml.h>
 
 #include <algorithm>
+#include <filesystem>
 
+#include "waybill/route_io.h"
 #include "waybill/route_stats.h"
-#include "waybill/workload.h"
 
 namespace waybill::cli {
 namespace {
@@ -38,15 +41,88 @@ std::string load_names() {
   return names;
 }
 
+std::vector<NamedLoad> load_loads(const std::string& path) {
+  constexpr const char* kKeys[] = {"name", "workload", "about", "zipf_exponent", "hot_factor", "hot_share"};
+  toml::table file;
+  try {
+    file = toml::parse_file(path);
+  } catch (const toml::parse_error& error) {
+    WB_FAIL(ErrorCode::kIo, "{}:{}: {}", path, error.source().begin.line, error.description());
+  }
+  const toml::array* list = file["load"].as_array();
+  WB_CHECK(list != nullptr && !list->empty(), "{}: no [[load]]", path);
+  std::vector<NamedLoad> loads;
+  for (const toml::node& node : *list) {
+    WB_CHECK(node.is_table(), "{}: [[load]] must be a table", path);
+    const toml::table& table = *node.as_table();
+    NamedLoad load;
+    load.name = table["name"].value_or(std::string());
+    WB_CHECK(!load.name.empty(), "{}: a load without a name", path);
+    for (const auto& [key, value] : table) {
+      WB_CHECK(std::find(std::begin(kKeys), std::end(kKeys), key.str()) != std::end(kKeys), "{}: load {}: unknown key '{}', known are {}", path, load.name,
+               key.str(), fmt::join(kKeys, ", "));
+    }
+    load.about = table["about"].value_or(std::string());
+    load.config.workload = parse_workload(table["workload"].value_or(std::string()));
+    load.config.zipf_exponent = table["zipf_exponent"].value_or(load.config.zipf_exponent);
+    load.config.hot_factor = table["hot_factor"].value_or(load.config.hot_factor);
+    load.config.hot_share = table["hot_share"].value_or(load.config.hot_share);
+    loads.push_back(load);
+  }
+  return loads;
+}
+
+bool is_recorded(const std::string& load) { return load.rfind("recorded:", 0) == 0; }
+
+std::vector<Route> load_recorded(const std::string& load) {
+  const std::filesystem::path folder = load.substr(std::string("recorded:").size());
+  std::vector<Route> routes;
+  for (auto file = folder / "rank_000.route"; std::filesystem::exists(file); file = folder / fmt::format("rank_{:03}.route", routes.size())) {
+    routes.push_back(load_route(file.string()));
+    if (routes.back().K() != routes.front().K() || routes.back().E() != routes.front().E()) {
+      WB_FAIL(ErrorCode::kIo, "{}: K = {}, E = {}, but rank 0 of this folder has K = {}, E = {}", file.string(), routes.back().K(), routes.back().E(),
+              routes.front().K(), routes.front().E());
+    }
+  }
+  if (routes.empty()) WB_FAIL(ErrorCode::kIo, "{}: no rank_000.route; give RUN/routes/step_*/layer_* of a run with --record-routes", folder.string());
+  return routes;
+}
+
+std::vector<Route> split_routes(std::vector<Route> routes, int P) {
+  if (static_cast<int>(routes.size()) == P) return routes;
+  const std::int64_t K = routes.front().K(), E = routes.front().E();
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+  for (const Route& route : routes) {
+    for (std::int64_t i = 0; i < route.T() * K; ++i) ids.push_back(route.view().id(i / K, i % K));
+    weights.insert(weights.end(), route.view().weights, route.view().weights + route.T() * K);
+  }
+  const std::int64_t T = static_cast<std::int64_t>(ids.size()) / K;
+  std::vector<Route> split;
+  for (std::int64_t p = 0; p < P; ++p) {
+    const auto begin = static_cast<std::size_t>(T * p / P * K), end = static_cast<std::size_t>(T * (p + 1) / P * K);
+    split.push_back(Route::from_ids(static_cast<std::int64_t>(end - begin) / K, K, E, std::span(ids).subspan(begin, end - begin),
+                                    std::span<const float>(weights).subspan(begin, end - begin)));
+  }
+  return split;
+}
+
 std::vector<Route> make_load(const BenchOptions& options, const BenchShape& shape, std::int64_t step) {
-  WorkloadConfig config;
-  config.workload = parse_workload(options.load);
-  config.seed = options.seed;
-  config.step = step;
-  config.K = shape.K;
-  config.E = shape.E;
-  config.T = config.workload == Workload::kFewRows ? few_rows_tokens(shape.E, shape.K) : shape.T * shape.P;
-  return workload_routes(config, shape.P);
+  if (is_recorded(options.load)) return split_routes(load_recorded(options.load), shape.P);
+  const std::string path = options.loads_file.empty() ? shared_file("loads.toml", "--loads") : options.loads_file;
+  std::vector<std::string> names;
+  for (const NamedLoad& load : load_loads(path)) {
+    names.push_back(fmt::format("{} ({})", load.name, to_string(load.config.workload)));
+    if (options.load != load.name && options.load != to_string(load.config.workload)) continue;
+    WorkloadConfig config = load.config;
+    config.seed = options.seed;
+    config.step = step;
+    config.K = shape.K;
+    config.E = shape.E;
+    config.T = config.workload == Workload::kFewRows ? few_rows_tokens(shape.E, shape.K) : shape.T * shape.P;
+    return workload_routes(config, shape.P);
+  }
+  WB_FAIL(ErrorCode::kInvalidArgument, "no load '{}' in {}, known are {}; or recorded:FOLDER", options.load, path, fmt::join(names, ", "));
 }
 
 std::vector<RouteView> views_of(const std::vector<Route>& routes) {

@@ -8,11 +8,26 @@
 
 #include "bench_problem.h"
 #include "waybill/route.h"
+#include "waybill/workload.h"
 
 namespace waybill::cli {
 
-// "balanced, zipf, ...": what --load takes.
+// "W0 balanced, W1 zipf, ...": what --load takes, beside "recorded:FOLDER".
 std::string load_names();
+
+// Loads of a TOML file (bench/shapes/loads.toml); unknown keys and parameters out of range are refused with file and name.
+struct NamedLoad {
+  std::string name, about;
+  WorkloadConfig config;  // T, K, E, seed and step are the caller's
+};
+std::vector<NamedLoad> load_loads(const std::string& path);
+
+// --load recorded:FOLDER: the routes that `waybill train --record-routes` saved for one step and layer.
+bool is_recorded(const std::string& load);
+// rank_000.route, rank_001.route, ... of the folder. kIo where there is none or they disagree in K or E.
+std::vector<Route> load_recorded(const std::string& load);
+// The same tokens in the same order over P sources: as recorded where P is the number of files, else in equal parts.
+std::vector<Route> split_routes(std::vector<Route> routes, int P);
 // Routes of all ranks; the same (load, seed, step) gives the same tokens at any P.
 std::vector<Route> make_load(const BenchOptions& options, const BenchShape& shape, std::int64_t step = 0);
 

@@ -1,173 +1,191 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MoE layer over P ranks, forward and backward, with the load's routes replayed through it.
+// waybill bench moe: the MoE layer and the older designs on one shape, one load and one machine in one run. Results are compared first;
+// unequal ones are refused, and nothing is timed.
+#include "bench_moe.h"
+
 #include <fmt/format.h>
 
 #include <cmath>
 #include <memory>
 
-#include "bench_record.h"
 #include "bench_verbs.h"
-#include "waybill/moe.h"
 #include "waybill/trainer.h"
 
 namespace waybill::cli {
 namespace {
 
-MoeConfig config_of(const BenchShape& shape) {
-  MoeConfig config;
-  config.H = shape.H;
-  config.F = shape.F;
-  config.E = shape.E;
-  config.K = shape.K;
-  config.router = shape.router;
-  return config;
-}
-
-// Parameters of one rank: a function of the global expert, so that they do not depend on P.
-struct RankMemory {
-  std::vector<float> gate, w1, w2, d_gate, d_w1, d_w2, x, out, d_out, dx;
-  MoeTensors parameters, gradients;
-
-  RankMemory(const BenchShape& s, std::uint64_t seed, int rank, std::int64_t T) {
-    const std::int64_t L = s.E / s.P, inner = 2 * s.F;
-    const auto width = static_cast<float>(s.H);
-    gate = random_floats(s.E * s.H, seed + 10, 1 / std::sqrt(width));
-    w1 = random_floats(L * inner * s.H, seed + 100 + static_cast<std::uint64_t>(rank), 1 / std::sqrt(width));
-    w2 = random_floats(L * s.H * s.F, seed + 2000 + static_cast<std::uint64_t>(rank), 1 / std::sqrt(static_cast<float>(s.F)));
-    x = random_floats(T * s.H, seed + 30000 + static_cast<std::uint64_t>(rank));
-    d_out = random_floats(T * s.H, seed + 400000 + static_cast<std::uint64_t>(rank));
-    d_gate.resize(gate.size());
-    d_w1.resize(w1.size());
-    d_w2.resize(w2.size());
-    out.resize(x.size());
-    dx.resize(x.size());
-    parameters = {TensorView::of(gate.data(), {s.E, s.H}),
-                  {},
-                  TensorView::of(w1.data(), {L, inner, s.H}),
-                  TensorView::of(w2.data(), {L, s.H, s.F}),
-                  {},
-                  {},
-                  {},
-                  {},
-                  {},
-                  {}};
-    gradients = {TensorView::of(d_gate.data(), {s.E, s.H}),
-                 {},
-                 TensorView::of(d_w1.data(), {L, inner, s.H}),
-                 TensorView::of(d_w2.data(), {L, s.H, s.F}),
-                 {},
-                 {},
-                 {},
-                 {},
-                 {},
-                 {}};
-  }
+struct MoeBenchOptions {
+  BenchOptions common;
+  std::vector<std::string> stacks;
+  bool no_ablation = false;
 };
 
-// One token's output through its experts, in double. Expert parameters come from the owners' seeds.
-std::vector<double> expected_row(const BenchShape& s, std::uint64_t seed, const Route& route, std::int64_t t, const float* x) {
-  const std::int64_t L = s.E / s.P, inner = 2 * s.F;
+// One token's output through its experts, in double.
+std::vector<double> expected_row(const BenchShape& s, std::uint64_t seed, const RouteView& route, std::int64_t t, const float* x) {
   std::vector<double> out(static_cast<std::size_t>(s.H));
-  const double w1_scale = 1 / std::sqrt(static_cast<float>(s.H)), w2_scale = 1 / std::sqrt(static_cast<float>(s.F));
   for (std::int64_t k = 0; k < s.K; ++k) {
-    const std::int32_t e = route.view().id(t, k);
+    const std::int32_t e = route.id(t, k);
     if (e < 0) continue;
-    const auto owner = static_cast<std::uint64_t>(e / L);
-    const std::int64_t local = e % L;
-    const auto w1 = [&](std::int64_t n, std::int64_t h) {
-      return static_cast<double>(static_cast<float>(w1_scale) * random_normal(seed + 100 + owner, static_cast<std::uint64_t>((local * inner + n) * s.H + h)));
-    };
-    std::vector<double> a(static_cast<std::size_t>(s.F));
+    const auto key = seed + 100 + 2 * static_cast<std::uint64_t>(e);
+    const std::vector<float> w1 = random_floats(2 * s.F * s.H, key, 1 / std::sqrt(static_cast<float>(s.H)));
+    const std::vector<float> w2 = random_floats(s.H * s.F, key + 1, 1 / std::sqrt(static_cast<float>(s.F)));
     for (std::int64_t f = 0; f < s.F; ++f) {
       double gate = 0, up = 0;
       for (std::int64_t h = 0; h < s.H; ++h) {
-        gate += w1(f, h) * x[h];
-        up += w1(s.F + f, h) * x[h];
+        gate += static_cast<double>(w1[static_cast<std::size_t>(f * s.H + h)]) * static_cast<double>(x[h]);
+        up += static_cast<double>(w1[static_cast<std::size_t>((s.F + f) * s.H + h)]) * static_cast<double>(x[h]);
       }
-      a[static_cast<std::size_t>(f)] = route.view().weights[t * s.K + k] * gate / (1 + std::exp(-gate)) * up;
-    }
-    for (std::int64_t h = 0; h < s.H; ++h) {
-      for (std::int64_t f = 0; f < s.F; ++f) {
-        out[static_cast<std::size_t>(h)] +=
-            a[static_cast<std::size_t>(f)] *
-            static_cast<double>(static_cast<float>(w2_scale) * random_normal(seed + 2000 + owner, static_cast<std::uint64_t>((local * s.H + h) * s.F + f)));
-      }
+      const double a = static_cast<double>(route.weights[t * s.K + k]) * gate / (1 + std::exp(-gate)) * up;
+      for (std::int64_t h = 0; h < s.H; ++h) out[static_cast<std::size_t>(h)] += a * static_cast<double>(w2[static_cast<std::size_t>(h * s.F + f)]);
     }
   }
   return out;
 }
 
-void check(const BenchShape& s, std::uint64_t seed, const MoeStep& step, const RankMemory& memory) {
-  const std::int64_t T = static_cast<std::int64_t>(memory.x.size()) / s.H;
+// The sparse layer, which all others are compared with, against a dense loop in double: first and last token.
+std::string oracle_difference(const BenchShape& s, std::uint64_t seed, const RouteView& route, const StackMemory& memory) {
+  const std::int64_t T = route.T;
   for (const std::int64_t t : {std::int64_t{0}, T - 1}) {
     if (t < 0 || t >= T) continue;
-    const std::vector<double> expected = expected_row(s, seed, step.route, t, memory.x.data() + t * s.H);
+    const std::vector<double> expected = expected_row(s, seed, route, t, memory.x.data() + t * s.H);
     double norm = 0;
     for (const double value : expected) norm = std::max(norm, std::abs(value));
     for (std::int64_t h = 0; h < s.H; ++h) {
-      const double seen = memory.out[static_cast<std::size_t>(t * s.H + h)], wanted = expected[static_cast<std::size_t>(h)];
-      WB_CHECK(std::abs(seen - wanted) <= 1e-4 * norm + 1e-6, "token {}, column {}: {} where the dense loop gives {}", t, h, seen, wanted);
+      const double seen = static_cast<double>(memory.out[static_cast<std::size_t>(t * s.H + h)]), wanted = expected[static_cast<std::size_t>(h)];
+      if (!(std::abs(seen - wanted) <= 1e-4 * norm + 1e-6)) return fmt::format("token {}, column {}: {} where the dense loop gives {}", t, h, seen, wanted);
     }
   }
+  return "";
 }
 
-void measure_rank(const BenchOptions& options, const BenchShape& shape, const Route& route, Fabric& fabric, BenchRecord record, BenchReport* report,
-                  double ceiling) {
-  ThreadPool pool(threads_per_rank(options, shape.P));
-  RankMemory memory(shape, options.seed, fabric.rank(), route.T());
-  MoeLayer layer(config_of(shape), fabric, fabric, &pool);
-  MoeStep step;
-  MoeForwardOptions forward_options;
-  forward_options.replay = &route;
-  const TensorView x = TensorView::of(memory.x.data(), {route.T(), shape.H}), out = TensorView::of(memory.out.data(), {route.T(), shape.H});
-  const TensorView d_out = TensorView::of(memory.d_out.data(), {route.T(), shape.H}), dx = TensorView::of(memory.dx.data(), {route.T(), shape.H});
-  const auto forward = [&] { layer.forward(memory.parameters, x, out, step, forward_options); };
-  const auto both = [&] {
-    forward();
-    layer.backward(memory.parameters, memory.gradients, x, d_out, dx, step);
-  };
-  forward();
-  if (!options.no_check) check(shape, options.seed, step, memory);
-  std::int64_t slots = step.slots;
-  fabric.all_reduce(std::span<std::int64_t>(&slots, 1), ReduceOp::kSum, "bench slots");
-  const double flops = 6.0 * static_cast<double>(slots) * static_cast<double>(shape.H) * static_cast<double>(shape.F);
-  const auto add = [&](const char* variant, double work, const std::function<void()>& body) {
-    const Timing timing = measure_ranks(options, fabric, body);
-    if (report == nullptr) return;
-    record.variant = variant;
-    record.timing = timing;
-    record.flops = work;
-    record.floor_us = work / ceiling;
-    record.floor_kind = "matmul rate";
-    record.plan_included = true;
-    report->add(record);
-  };
-  add("forward", flops, forward);
-  add("forward + backward", 3 * flops, both);
+MoeStackCounters sum_over_ranks(Fabric& fabric, const MoeStackCounters& c) {
+  std::vector<std::int64_t> v{c.bytes.payload, c.bytes.combined, c.bytes.ids, c.bytes.weights, c.bytes.counts,
+                              c.slots_visited, c.scores_visited, c.real_rows, c.computed_rows, c.dropped_routes};
+  fabric.all_reduce(std::span<std::int64_t>(v), ReduceOp::kSum, "bench counters");
+  MoeStackCounters sum;
+  sum.bytes.payload = v[0], sum.bytes.combined = v[1], sum.bytes.ids = v[2], sum.bytes.weights = v[3], sum.bytes.counts = v[4];
+  sum.slots_visited = v[5], sum.scores_visited = v[6], sum.real_rows = v[7], sum.computed_rows = v[8], sum.dropped_routes = v[9];
+  return sum;
 }
 
-void run(const BenchOptions& options) {
-  const BenchShape shape = options.resolve();
-  const std::vector<Route> routes = make_load(options, shape);
-  BenchReport report(options, shape, threads_per_rank(options, shape.P));
-  report.set_checked(!options.no_check);
-  BenchRecord record;
-  record.op = "moe layer";
-  record.implementation = "compact";
-  record.load = summarise_load(options.load, views_of(routes));
-  const double ceiling = measure_matmul_ceiling() * 1e6;  // flops a microsecond, all usable cores
+class RankBench {
+ public:
+  RankBench(const BenchOptions& options, const BenchShape& shape, const Route* replay, Fabric& fabric)
+      : options_(options),
+        shape_(shape),
+        replay_(replay),
+        fabric_(fabric),
+        T_(replay != nullptr ? replay->T() : shape.T),
+        pool_(threads_per_rank(options, shape.P)),
+        memory_(shape, options.seed, fabric.rank(), T_) {}
+
+  std::vector<StackCost> run(const std::vector<NamedStack>& stacks) {
+    std::vector<StackCost> costs;
+    for (const NamedStack& stack : stacks) costs.push_back(check(stack));
+    for (std::size_t i = 0; i < stacks.size(); ++i) time(stacks[i], costs[i]);
+    return costs;
+  }
+
+ private:
+  void forward(MoeStack& stack, PhaseTimes* times) {
+    stack.forward(memory_.parameters, TensorView::of(memory_.x.data(), {T_, shape_.H}), TensorView::of(memory_.out.data(), {T_, shape_.H}), replay_, times);
+  }
+  void backward(MoeStack& stack, PhaseTimes* times) {
+    stack.backward(memory_.parameters, memory_.gradients, TensorView::of(memory_.x.data(), {T_, shape_.H}),
+                   TensorView::of(memory_.d_out.data(), {T_, shape_.H}), TensorView::of(memory_.dx.data(), {T_, shape_.H}), times);
+  }
+
+  StackCost check(const NamedStack& named) {
+    const std::unique_ptr<MoeStack> stack = make_moe_stack(named.config, fabric_, &pool_);
+    memory_.clear_gradients();
+    forward(*stack, nullptr);
+    backward(*stack, nullptr);
+    StackCost cost;
+    cost.counters = sum_over_ranks(fabric_, stack->counters());
+    if (options_.no_check) return cost;
+    const StackOutputs outputs = outputs_of(memory_, *stack);
+    if (!has_wanted_) {
+      refuse_unequal(fabric_, named.name + " (against a dense loop)", oracle_difference(shape_, options_.seed, stack->route().view(), memory_));
+      wanted_ = outputs;
+      has_wanted_ = true;
+    } else {
+      refuse_unequal(fabric_, named.name, difference(outputs, wanted_, named.config.kind == MoeStackKind::kCapacity));
+    }
+    return cost;
+  }
+
+  void time(const NamedStack& named, StackCost& cost) {
+    const std::unique_ptr<MoeStack> stack = make_moe_stack(named.config, fabric_, &pool_);
+    cost.forward = measure_ranks(options_, fabric_, [&] { forward(*stack, nullptr); });
+    PhaseTimes times;
+    std::int64_t calls = 0;
+    cost.both = measure_ranks(options_, fabric_, [&] {
+      forward(*stack, &times);
+      backward(*stack, &times);
+      ++calls;
+    });
+    fabric_.all_reduce(std::span<double>(times.seconds), ReduceOp::kSum, "bench phases");
+    for (double& seconds : times.seconds) seconds /= static_cast<double>(calls * fabric_.size());
+    cost.phases = times;
+  }
+
+  const BenchOptions& options_;
+  const BenchShape& shape_;
+  const Route* replay_;
+  Fabric& fabric_;
+  std::int64_t T_;
+  ThreadPool pool_;
+  StackMemory memory_;
+  StackOutputs wanted_;  // the sparse stack's
+  bool has_wanted_ = false;
+};
+
+void run(const MoeBenchOptions& options) {
+  const BenchOptions& common = options.common;
+  const BenchShape shape = common.resolve();
+  const bool replayed = common.load != "router";
+  const std::vector<Route> routes = replayed ? make_load(common, shape) : std::vector<Route>{};
+  const std::vector<NamedStack> stacks = bench_stacks(shape, options.stacks, !options.no_ablation);
+  std::vector<StackCost> costs;
   run_ranks(shape.P, [&](Fabric& fabric) {
-    measure_rank(options, shape, routes[static_cast<std::size_t>(fabric.rank())], fabric, record, fabric.rank() == 0 ? &report : nullptr, ceiling);
+    RankBench bench(common, shape, replayed ? &routes[static_cast<std::size_t>(fabric.rank())] : nullptr, fabric);
+    std::vector<StackCost> mine = bench.run(stacks);
+    if (fabric.rank() == 0) costs = std::move(mine);
   });
+  BenchReport report(common, shape, threads_per_rank(common, shape.P));
+  report.set_checked(!common.no_check);
+  BenchRecord base;
+  base.op = "moe layer";
+  base.plan_included = true;
+  base.floor_kind = "matmul rate";
+  base.evidence = "MoE module";
+  if (replayed) base.load = summarise_load(common.load, views_of(routes));
+  base.load.name = common.load;
+  const double flops = 6.0 * static_cast<double>(costs[0].counters.real_rows) * static_cast<double>(shape.H) * static_cast<double>(shape.F);
+  const double ceiling = measure_matmul_ceiling() * 1e6;  // flops a microsecond, all usable cores
+  base.flops = flops;
+  base.floor_us = flops / ceiling;
+  for (std::size_t i = 0; i < stacks.size(); ++i) {
+    add_records(report, base, stacks[i], costs[i]);
+  }
   report.finish();
+  if (common.json == "-") return;
+  fmt::print("expert matmuls of a forward + backward: {:.2f} GFLOP, at the measured matmul rate {:.2f} ms\n", 3 * flops * 1e-9, 3 * flops / ceiling * 1e-3);
+  print_stacks(stacks, costs, replayed);
+  if (!common.json.empty()) fmt::print("plot: PYTHONPATH=tools/report python3 -m waybill_report.moe_bench {}\n", common.json);
 }
 
 }  // namespace
 
 void register_bench_moe(CLI::App& bench) {
-  CLI::App* command = bench.add_subcommand("moe", "The MoE layer over ranks, forward and backward");
-  auto options = std::make_shared<BenchOptions>();
-  add_common_options(*command, *options);
+  CLI::App* command = bench.add_subcommand("moe", "The MoE layer and the older designs over ranks, forward and backward");
+  auto options = std::make_shared<MoeBenchOptions>();
+  add_common_options(*command, options->common);
+  command->add_option("--stacks", options->stacks, "designs to compare with sparse (default: all): loop padded capacity block-sparse dense-map");
+  command->add_flag("--no-ablation", options->no_ablation, "leave out the ladder from the dense map to the sparse layer");
+  command->get_option("--load")->description("router (its own choice on random tokens), " + load_names() + ", or recorded:RUN/routes/STEP/LAYER");
+  options->common.load = "router";
+  command->get_option("--load")->default_str("router");
   command->callback([options] { run(*options); });
 }
 

@@ -52,22 +52,21 @@ BenchShape read_shape(const toml::table& table, const std::string& path) {
   return shape;
 }
 
-// In the working tree, or beside an installed command.
-std::string default_shapes_file() {
+}  // namespace
+
+std::string shared_file(const std::string& name, const std::string& option) {
   std::error_code error;
   const auto command = std::filesystem::read_symlink("/proc/self/exe", error);
-  std::vector<std::filesystem::path> places = {"bench/shapes/moe.toml"};
+  std::vector<std::filesystem::path> places = {"bench/shapes/" + name};
   for (auto folder = command.parent_path(); !error && folder.has_relative_path(); folder = folder.parent_path()) {
-    places.push_back(folder / "share/waybill/shapes/moe.toml");
-    places.push_back(folder / "bench/shapes/moe.toml");
+    places.push_back(folder / "share/waybill/shapes" / name);
+    places.push_back(folder / "bench/shapes" / name);
   }
   for (const auto& place : places) {
     if (std::filesystem::is_regular_file(place, error)) return place.string();
   }
-  WB_FAIL(ErrorCode::kIo, "bench/shapes/moe.toml was found neither here nor beside the command; give --shapes FILE");
+  WB_FAIL(ErrorCode::kIo, "bench/shapes/{} was found neither here nor beside the command; give {} FILE", name, option);
 }
-
-}  // namespace
 
 std::vector<BenchShape> load_shapes(const std::string& path) {
   toml::table file;
@@ -87,7 +86,7 @@ std::vector<BenchShape> load_shapes(const std::string& path) {
 }
 
 BenchShape BenchOptions::resolve() const {
-  const std::string path = shapes_file.empty() ? default_shapes_file() : shapes_file;
+  const std::string path = shapes_file.empty() ? shared_file("moe.toml", "--shapes") : shapes_file;
   BenchShape result;
   std::vector<std::string> names;
   for (const BenchShape& candidate : load_shapes(path)) {
@@ -104,6 +103,18 @@ BenchShape BenchOptions::resolve() const {
   replace(result.F, F);
   replace(result.T, T);
   replace(result.P, P);
+  if (is_recorded(load)) {  // E, K and the tokens are the recording's
+    const std::vector<Route> routes = load_recorded(load);
+    std::int64_t tokens = 0;
+    for (const Route& route : routes) tokens += route.T();
+    WB_CHECK((E == 0 || E == routes[0].E()) && (K == 0 || K == routes[0].K()) && T == 0, "{} has E = {}, K = {} and {} tokens: E, K and T cannot be given",
+             load, routes[0].E(), routes[0].K(), tokens);
+    result.E = routes[0].E();
+    result.K = routes[0].K();
+    if (P == 0) result.P = static_cast<int>(routes.size());
+    result.T = (tokens + result.P - 1) / result.P;
+    result.router.num_groups = result.router.num_kept_groups = 1;
+  }
   if (E > 0 && result.router.num_groups > 1) result.router.num_groups = result.router.num_kept_groups = 1;
   result.router.E = result.E;
   result.router.K = result.K;
@@ -122,7 +133,8 @@ void add_common_options(CLI::App& command, BenchOptions& options) {
   command.add_option("-F,--inner", options.F, "expert inner width");
   command.add_option("-P,--ranks", options.P, "ranks (threads of this process)");
   command.add_option("--threads", options.threads, "CPU threads of a rank (default: usable cores / ranks)")->check(CLI::NonNegativeNumber);
-  command.add_option("--load", options.load, "load: " + load_names())->capture_default_str();
+  command.add_option("--load", options.load, "load: " + load_names() + ", or recorded:RUN/routes/STEP/LAYER")->capture_default_str();
+  command.add_option("--loads", options.loads_file, "TOML file of loads (default: bench/shapes/loads.toml)");
   command.add_option("--seed", options.seed, "of data and load")->capture_default_str();
   command.add_option("--seconds", options.seconds, "least time of a measurement")->check(CLI::PositiveNumber)->capture_default_str();
   command.add_option("--iterations", options.iterations, "least number of timed calls")->check(CLI::PositiveNumber)->capture_default_str();

@@ -18,11 +18,14 @@ struct BenchShape {
   RouterConfig router{};  // E and K included
 };
 
+// bench/shapes/NAME in the working tree, or beside an installed command; `option` is what a person gives instead.
+std::string shared_file(const std::string& name, const std::string& option);
+
 // Shapes of a TOML file; unknown keys and missing sizes are refused with file and name.
 std::vector<BenchShape> load_shapes(const std::string& path);
 
 struct BenchOptions {
-  std::string shape = "small", shapes_file, load = "balanced", json, dtype = "fp32", pass = "all";
+  std::string shape = "small", shapes_file, load = "balanced", loads_file, json, dtype = "fp32", pass = "all";
   std::int64_t E = 0, K = 0, H = 0, F = 0, T = 0;  // 0 = the shape's
   int P = 0, threads = 0;
   std::uint64_t seed = 1;

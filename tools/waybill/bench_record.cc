@@ -40,9 +40,9 @@ nlohmann::json BenchReport::record_json(const BenchRecord& record) const {
   nlohmann::json out = {{"op", record.op},
                         {"case", fmt::format("{} T{} H{} E{} K{} F{} P{}", s.name, s.T, s.H, s.E, s.K, s.F, s.P)},
                         {"variant", record.variant},
-                        {"metric", "time"},
-                        {"unit", "us"},
-                        {"value", t.p50_us},
+                        {"metric", record.metric},
+                        {"unit", record.unit},
+                        {"value", record.metric == "time" ? t.p50_us : record.value},
                         {"spread", t.spread()},
                         {"min", t.min_us},
                         {"p50", t.p50_us},
@@ -53,7 +53,9 @@ nlohmann::json BenchReport::record_json(const BenchRecord& record) const {
                         {"floor_kind", record.floor_kind},
                         {"target", nullptr},
                         {"peers", nlohmann::json::object()},
-                        {"evidence", shape_.P > 1 ? "distributed op" : "kernel"},
+                        {"evidence", !record.evidence.empty() ? record.evidence
+                                     : shape_.P > 1           ? "distributed op"
+                                                              : "kernel"},
                         {"checked", checked_},
                         {"load", record.load.name},
                         {"seed", options_.seed},
@@ -89,6 +91,7 @@ void BenchReport::finish() const {
   Table table({"op", "variant", "implementation", "median us", "p90", "p99", "floor us", "ratio", "GB/s", "GFLOP/s"});
   const auto number = [](double value, const char* form) { return value > 0 ? fmt::format(fmt::runtime(form), value) : std::string(); };
   for (const BenchRecord& r : records_) {
+    if (r.metric != "time") continue;
     const double us = r.timing.p50_us;
     table.add({r.op, r.variant, r.implementation, number(us, "{:.1f}"), number(r.timing.p90_us, "{:.1f}"), number(r.timing.p99_us, "{:.1f}"),
                number(r.floor_us, "{:.1f}"), r.floor_us > 0 ? fmt::format("{:.2f}", us / r.floor_us) : "",

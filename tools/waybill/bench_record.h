@@ -20,6 +20,10 @@ struct BenchRecord {
   bool plan_included = false;
   std::string implementation;
   LoadSummary load;
+  // Anything that is not a time has its own name, unit and value, and no timing.
+  std::string metric = "time", unit = "us";
+  double value = 0;
+  std::string evidence;  // empty: "distributed op" over ranks, "kernel" on one
 };
 
 // Collects the records of one command, prints them as a table and writes them as JSON.
