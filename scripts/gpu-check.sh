@@ -44,9 +44,20 @@ if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2'
   if command -v compute-sanitizer >/dev/null; then
+    # All six at once: each is bound by one CPU thread.
     for tool in memcheck racecheck initcheck; do
-      run "$tool router" compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router"
-      run "$tool fabric" compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
+      for program in router fabric; do
+        filter=small_$program
+        (timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_$program" --gtest_filter="${!filter}" >"$work/${tool}_$program.log" 2>&1
+          echo $? >"$work/${tool}_$program.rc") &
+      done
+    done
+    wait
+    for tool in memcheck racecheck initcheck; do
+      for program in router fabric; do
+        rc=$(cat "$work/${tool}_$program.rc")
+        if [ "$rc" = 0 ]; then note "$tool $program" passed; else note "$tool $program" "failed"; tail -12 "$work/${tool}_$program.log" >&2; fi
+      done
     done
   else
     note sanitizer "skipped: compute-sanitizer is not installed"

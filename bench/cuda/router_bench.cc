@@ -2,10 +2,11 @@
 // Router benchmark: checks every case against the CPU, then times it; prints a table and writes records as JSON lines.
 //   bench_cuda_router OUT.jsonl [filter]
 // Floors: bytes of one read of the logits and one write of the outputs over 4.29 TB/s (the best row copy seen on this card).
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <fmt/format.h>
 #include <random>
 #include <string>
 
@@ -149,10 +150,12 @@ class Bench {
 std::FILE* g_out = nullptr;
 
 void record(const std::string& op, const std::string& name, const std::string& variant, const Timing& t, double floor_us, double target_us, bool checked) {
-  fmt::print("{:<14} {:<44} {:<14} {:8.2f} us  spread {:6.2f}  floor {:6.2f}  x{:5.2f}  target {}{}{}\n", op, name, variant, t.p50, t.spread(), floor_us, t.p50 / floor_us,
-             target_us > 0 ? fmt::format("{:g}", target_us) : "-", target_us > 0 ? (t.p50 <= target_us ? " met" : " MISSED") : "", checked ? "" : "  UNCHECKED");
+  fmt::print("{:<14} {:<44} {:<14} {:8.2f} us  spread {:6.2f}  floor {:6.2f}  x{:5.2f}  target {}{}{}\n", op, name, variant, t.p50, t.spread(), floor_us,
+             t.p50 / floor_us, target_us > 0 ? fmt::format("{:g}", target_us) : "-", target_us > 0 ? (t.p50 <= target_us ? " met" : " MISSED") : "",
+             checked ? "" : "  UNCHECKED");
   fmt::print(g_out,
-             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},\"target\":{},"
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
+             "\"target\":{},"
              "\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":{:.3f},\"iterations\":{}}}\n",
              op, name, variant, t.p50, t.spread(), floor_us, target_us > 0 ? fmt::format("{}", target_us) : "null", checked ? "true" : "false", t.p50, t.p99,
              t.iterations * t.replays);
@@ -175,9 +178,11 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
   record("router_fwd", name, "cold", cold, read_us + route_us, dtype == DType::kF32 ? c.target_us : 0, checked);
   if (!big) record("router_fwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.forward(0); }), read_us + route_us, 0, checked);
   if (dtype == DType::kF32) {
-    record("router_fwd", name, "cold, no counts", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i, false); }), read_us + route_us, 0, checked);
+    record("router_fwd", name, "cold, no counts", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i, false); }), read_us + route_us,
+           0, checked);
     if (c.E >= 2304 && c.G == 1 && !c.bias) {
-      record("router_fwd", name, "portable", time_captured(bench.cuda_stream(), 12, 3, [&](int i) { bench.forward(i, true, true); }), read_us + route_us, 0, checked);
+      record("router_fwd", name, "portable", time_captured(bench.cuda_stream(), 12, 3, [&](int i) { bench.forward(i, true, true); }), read_us + route_us, 0,
+             checked);
     }
   }
   if (!backward) return;
@@ -185,7 +190,9 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
   const double floor = write_us + (dense ? read_us : 0) + 14.0 / 6.0 * route_us;
   record("router_bwd", name, "cold", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, false); }), floor,
          dtype == DType::kF32 ? (dense ? dense_target : sparse_target) : 0, checked);
-  if (!big) record("router_bwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.backward(0, false); }), floor, dtype == DType::kF32 && !dense && c.E == 256 ? 4.5 : 0, checked);
+  if (!big)
+    record("router_bwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.backward(0, false); }), floor,
+           dtype == DType::kF32 && !dense && c.E == 256 ? 4.5 : 0, checked);
   if (c.E < 256) return;
   const Timing both = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i), bench.losses(i); });
   record("router_fwd+loss", name, "cold", both, read_us + route_us, 0, checked);

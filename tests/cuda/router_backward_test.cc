@@ -36,7 +36,8 @@ void check_backward(const RouterProblem& p, const LossProblem& l, const std::str
 
   const GpuRouter gpu(p, DType::kI32);
   RouterOutputs out = gpu.outputs();
-  const DeviceBuffer d_logits(elements * 4 + 4), d_weights(g.size() * 4 + 4), d_counts(counts.size() * 4), d_ids(ids.size() * 4 + 4), d_w(ids.size() * 4 + 4), d_loss(24);
+  const DeviceBuffer d_logits(elements * 4 + 4), d_weights(g.size() * 4 + 4), d_counts(counts.size() * 4), d_ids(ids.size() * 4 + 4), d_w(ids.size() * 4 + 4),
+      d_loss(24);
   d_weights.upload(g.data(), g.size() * 4), d_counts.upload(counts.data(), counts.size() * 4);
   d_ids.upload(ids.data(), ids.size() * 4), d_w.upload(weights.data(), weights.size() * 4);
   WB_TRY_CUDA(cudaDeviceSynchronize());
@@ -85,7 +86,8 @@ void check_backward(const RouterProblem& p, const LossProblem& l, const std::str
     for (std::size_t e = 0; e < E; ++e) {
       const std::size_t i = static_cast<std::size_t>(t) * E + e;
       ASSERT_TRUE(std::isfinite(got[i])) << what << " row " << t << " expert " << e;
-      ASSERT_NEAR(got[i], expected[i], 4e-6 * largest + 3e-7 * batch_largest + 3.0 * 2e-7 * a_scale + 3e-7 * route_scale + 1e-30) << what << " row " << t << " expert " << e;
+      ASSERT_NEAR(got[i], expected[i], 4e-6 * largest + 3e-7 * batch_largest + 3.0 * 2e-7 * a_scale + 3e-7 * route_scale + 1e-30)
+          << what << " row " << t << " expert " << e;
     }
   }
   const double wanted[3] = {loss_expected.aux, loss_expected.sequence, loss_expected.z};

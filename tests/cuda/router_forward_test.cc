@@ -48,8 +48,8 @@ TEST(RouterForwardCuda, EveryShapeScoreAndKindOfRowsMatchesTheReference) {
         }
         if (turn % 9 == 0) p.row_stride = E + 4 * (turn % 2) + 3 * (turn % 4 == 2);
         p.want_unbiased = turn % 4 == 0;
-        check_forward(p, fmt::format("E {} K {} {} score {} {} bias {} mask {} turn {}", E, K, kind, static_cast<int>(score), to_string(p.dtype), !p.bias.empty(),
-                                     !p.mask.empty(), turn));
+        check_forward(p, fmt::format("E {} K {} {} score {} {} bias {} mask {} turn {}", E, K, kind, static_cast<int>(score), to_string(p.dtype),
+                                     !p.bias.empty(), !p.mask.empty(), turn));
         if (HasFatalFailure()) return;
       }
     }
@@ -62,8 +62,19 @@ TEST(RouterForwardCuda, GroupLimitedRowsMatchTheReference) {
   struct Shape {
     std::int64_t E, K, G, M;
   };
-  for (const Shape s : {Shape{256, 8, 8, 4}, {256, 8, 16, 4}, {256, 8, 8, 8}, {512, 10, 8, 2}, {64, 4, 16, 8}, {60, 4, 4, 2}, {128, 6, 4, 1}, {8, 2, 8, 4}, {1024, 16, 32, 8},
-                        {1024, 8, 8, 3}, {2304, 36, 8, 4}, {384, 8, 3, 2}, {256, 16, 2, 1}}) {
+  for (const Shape s : {Shape{256, 8, 8, 4},
+                        {256, 8, 16, 4},
+                        {256, 8, 8, 8},
+                        {512, 10, 8, 2},
+                        {64, 4, 16, 8},
+                        {60, 4, 4, 2},
+                        {128, 6, 4, 1},
+                        {8, 2, 8, 4},
+                        {1024, 16, 32, 8},
+                        {1024, 8, 8, 3},
+                        {2304, 36, 8, 4},
+                        {384, 8, 3, 2},
+                        {256, 16, 2, 1}}) {
     for (const char* kind : kKinds) {
       for (const GroupScore rule : {GroupScore::kTop2Sum, GroupScore::kTopKPerGroup}) {
         ++turn;
@@ -197,7 +208,8 @@ TEST(RouterCasesCuda, F13_OffsetsBeyond2To31) {
   WB_TRY_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
   const std::int64_t T = 8388736, E = 256, K = 8;
   if (free_bytes < std::size_t{12} << 30) GTEST_SKIP() << "needs 12 GiB of free GPU memory, got " << free_bytes;
-  const DeviceBuffer logits(static_cast<std::size_t>(T * E) * 4), ids(static_cast<std::size_t>(T * K) * 2), weights(static_cast<std::size_t>(T * K) * 4), counts(E * 4);
+  const DeviceBuffer logits(static_cast<std::size_t>(T * E) * 4), ids(static_cast<std::size_t>(T * K) * 2), weights(static_cast<std::size_t>(T * K) * 4),
+      counts(E * 4);
   ids.fill(0xcd), weights.fill(0xcd);
   fill_normal(logits.data(), DType::kF32, static_cast<std::size_t>(T * E), 13, 1.0f, nullptr);
   const CudaStream stream;

@@ -25,9 +25,9 @@ inline bool has_gpu() {
   (void)cudaGetLastError();
   return found;
 }
-#define WB_NEEDS_GPU()                \
-  if (::waybill::cuda::has_gpu()) {   \
-  } else                              \
+#define WB_NEEDS_GPU()              \
+  if (::waybill::cuda::has_gpu()) { \
+  } else                            \
     GTEST_SKIP() << "needs a GPU"
 
 // A problem in host memory. Logits are kept in fp32 and rounded to `dtype` on both sides.
@@ -71,7 +71,8 @@ inline std::vector<std::byte> stored_logits(const RouterProblem& p) {
   return bytes;
 }
 
-inline RouterInputs inputs_of(const RouterProblem& p, void* logits, float* bias, std::uint8_t* mask, std::uint8_t* padding, std::int32_t* replay, Device device) {
+inline RouterInputs inputs_of(const RouterProblem& p, void* logits, float* bias, std::uint8_t* mask, std::uint8_t* padding, std::int32_t* replay,
+                              Device device) {
   RouterInputs in;
   const std::int64_t E = p.config.E;
   in.logits = TensorView(logits, p.dtype, {p.T, E}, device);
@@ -104,10 +105,20 @@ inline RouterResult run_reference(const RouterProblem& p) {
 class GpuRouter {
  public:
   explicit GpuRouter(const RouterProblem& p, DType id_dtype = DType::kI16)
-      : p_(p), id_dtype_(id_dtype), logits_bytes_(stored_logits(p)),
-        logits_(logits_bytes_.size() + 16), bias_(p.bias.size() * 4 + 4), mask_(p.mask.size() + 1), padding_(p.padding.size() + 1),
-        replay_(p.replay.size() * 4 + 4), ids_(routes() * 4 + 4), weights_(routes() * 4 + 4), counts_(experts() * 4), offsets_(experts() * 4 + 4),
-        aligned_(experts() * 4 + 4), unbiased_(experts() * 4) {
+      : p_(p),
+        id_dtype_(id_dtype),
+        logits_bytes_(stored_logits(p)),
+        logits_(logits_bytes_.size() + 16),
+        bias_(p.bias.size() * 4 + 4),
+        mask_(p.mask.size() + 1),
+        padding_(p.padding.size() + 1),
+        replay_(p.replay.size() * 4 + 4),
+        ids_(routes() * 4 + 4),
+        weights_(routes() * 4 + 4),
+        counts_(experts() * 4),
+        offsets_(experts() * 4 + 4),
+        aligned_(experts() * 4 + 4),
+        unbiased_(experts() * 4) {
     upload(p);
   }
 
@@ -119,7 +130,8 @@ class GpuRouter {
     WB_TRY_CUDA(cudaDeviceSynchronize());
   }
   RouterInputs inputs() const {
-    return inputs_of(p_, logits_.data(), bias_.as<float>(), mask_.as<std::uint8_t>(), padding_.as<std::uint8_t>(), replay_.as<std::int32_t>(), logits_.device());
+    return inputs_of(p_, logits_.data(), bias_.as<float>(), mask_.as<std::uint8_t>(), padding_.as<std::uint8_t>(), replay_.as<std::int32_t>(),
+                     logits_.device());
   }
   RouterOutputs outputs() const {
     RouterOutputs out;

@@ -15,15 +15,15 @@ void check_launch(const char* kernel);
 
 }  // namespace waybill::cuda
 
-#define WB_TRY_CUDA(call)                                                                                       \
-  do {                                                                                                          \
-    const cudaError_t wb_cuda_error = (call);                                                                   \
-    if (wb_cuda_error != cudaSuccess) [[unlikely]]                                                              \
-      ::waybill::cuda::throw_cuda_error(wb_cuda_error, #call, __FILE__, __LINE__);                              \
+#define WB_TRY_CUDA(call)                                                          \
+  do {                                                                             \
+    const cudaError_t wb_cuda_error = (call);                                      \
+    if (wb_cuda_error != cudaSuccess) [[unlikely]]                                 \
+      ::waybill::cuda::throw_cuda_error(wb_cuda_error, #call, __FILE__, __LINE__); \
   } while (0)
 
 // For destructors: keeps the first error out of the next call's way and never throws.
-#define WB_TRY_CUDA_NOEXCEPT(call)                          \
-  do {                                                      \
-    if ((call) != cudaSuccess) (void)cudaGetLastError();    \
+#define WB_TRY_CUDA_NOEXCEPT(call)                       \
+  do {                                                   \
+    if ((call) != cudaSuccess) (void)cudaGetLastError(); \
   } while (0)

@@ -29,9 +29,7 @@ class Library {
   void* handle_;
 };
 
-std::string dotted(int version, int major_unit, int minor_unit) {
-  return fmt::format("{}.{}", version / major_unit, version % major_unit / minor_unit);
-}
+std::string dotted(int version, int major_unit, int minor_unit) { return fmt::format("{}.{}", version / major_unit, version % major_unit / minor_unit); }
 
 // NVLinks in use and the driver's version, through the management library.
 class Management {
@@ -117,7 +115,8 @@ void check_nccl(DeviceReport& report) {
   }
   const char* nvls = std::getenv("NCCL_NVLS_ENABLE");
   if (report.gpus.size() > 1 && (nvls == nullptr || std::strcmp(nvls, "0") != 0)) {
-    report.findings.push_back({Finding::kWarning, "NVLink multicast is not switched off in NCCL", "export NCCL_NVLS_ENABLE=0 (Waybill does not use multicast)"});
+    report.findings.push_back(
+        {Finding::kWarning, "NVLink multicast is not switched off in NCCL", "export NCCL_NVLS_ENABLE=0 (Waybill does not use multicast)"});
   }
 }
 
@@ -135,8 +134,9 @@ DeviceReport device_report() {
   const cudaError_t error = cudaGetDeviceCount(&count);
   (void)cudaGetLastError();
   if (error != cudaSuccess || count == 0) {
-    report.findings.push_back({Finding::kWarning, fmt::format("no GPU can be used ({})", error != cudaSuccess ? cudaGetErrorString(error) : "none found"),
-                               report.cuda_driver.empty() ? "install the NVIDIA driver (the CPU engine runs without it)" : "check nvidia-smi and CUDA_VISIBLE_DEVICES"});
+    report.findings.push_back(
+        {Finding::kWarning, fmt::format("no GPU can be used ({})", error != cudaSuccess ? cudaGetErrorString(error) : "none found"),
+         report.cuda_driver.empty() ? "install the NVIDIA driver (the CPU engine runs without it)" : "check nvidia-smi and CUDA_VISIBLE_DEVICES"});
     return report;
   }
   if (version / 1000 < runtime / 1000) {
@@ -160,8 +160,8 @@ std::string describe(const DeviceReport& report) {
   std::string text = fmt::format("driver {}, CUDA driver {}, CUDA runtime {}, NCCL {}\n", or_none(report.driver_version), or_none(report.cuda_driver),
                                  or_none(report.cuda_runtime), or_none(report.nccl_library));
   for (const GpuInfo& gpu : report.gpus) {
-    text += fmt::format("cuda:{} {}, sm_{}{}, {} SMs, {:.1f} of {:.1f} GiB free, L2 {} MiB, SM clock up to {} MHz, peers {}, NVLinks {}: {} ({})\n", gpu.index, gpu.name,
-                        gpu.compute_major, gpu.compute_minor, gpu.num_sms, static_cast<double>(gpu.free_bytes) / 1073741824.0,
+    text += fmt::format("cuda:{} {}, sm_{}{}, {} SMs, {:.1f} of {:.1f} GiB free, L2 {} MiB, SM clock up to {} MHz, peers {}, NVLinks {}: {} ({})\n", gpu.index,
+                        gpu.name, gpu.compute_major, gpu.compute_minor, gpu.num_sms, static_cast<double>(gpu.free_bytes) / 1073741824.0,
                         static_cast<double>(gpu.total_bytes) / 1073741824.0, gpu.l2_bytes >> 20, gpu.sm_clock_mhz, gpu.peers.size(),
                         gpu.num_nvlinks < 0 ? std::string("unknown") : std::to_string(gpu.num_nvlinks), gpu.path, gpu.reason);
   }

@@ -55,7 +55,9 @@ __device__ __forceinline__ uint2 ld_stream_v2(const void* p) {
 }
 
 // --- fire-and-forget integer add in global memory ---
-__device__ __forceinline__ void red_add(std::uint32_t* p, std::uint32_t v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void red_add(std::uint32_t* p, std::uint32_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 
 // --- flags between CTAs and GPUs ---
 __device__ __forceinline__ std::uint32_t atom_add_acq_rel_gpu(std::uint32_t* p, std::uint32_t v) {
@@ -65,7 +67,9 @@ __device__ __forceinline__ std::uint32_t atom_add_acq_rel_gpu(std::uint32_t* p, 
 }
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-__device__ __forceinline__ void st_release_sys(std::uint32_t* p, std::uint32_t v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void st_release_sys(std::uint32_t* p, std::uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ __forceinline__ std::uint32_t ld_acquire_sys(const std::uint32_t* p) {
   std::uint32_t r;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
@@ -88,11 +92,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect(std::uint64_t* bar, std::
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait(std::uint64_t* bar, std::uint32_t parity) {
-  asm volatile(
-      "{\n .reg .pred p;\n WAIT_%=:\n mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra DONE_%=;\n bra WAIT_%=;\n DONE_%=:\n}" ::"r"(
-          smem_address(bar)),
-      "r"(parity)
-      : "memory");
+  asm volatile("{\n .reg .pred p;\n WAIT_%=:\n mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra DONE_%=;\n bra WAIT_%=;\n DONE_%=:\n}" ::"r"(
+                   smem_address(bar)),
+               "r"(parity)
+               : "memory");
 }
 // 16-byte aligned addresses, a multiple of 16 bytes; completes on `bar`.
 __device__ __forceinline__ void bulk_load(void* smem, const void* gmem, std::uint32_t bytes, std::uint64_t* bar) {

@@ -115,7 +115,8 @@ void CudaLocalGroup::check_co_residency(const void* kernel, int threads, std::si
     WB_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic_smem));
     WB_TRY_CUDA(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     const auto ranks = static_cast<int>(ranks_on(device).size());
-    WB_CHECK(ctas * ranks <= blocks * num_sms, "{} ranks x {} CTAs wait for each other on cuda:{}, which holds {} at a time", ranks, ctas, device, blocks * num_sms);
+    WB_CHECK(ctas * ranks <= blocks * num_sms, "{} ranks x {} CTAs wait for each other on cuda:{}, which holds {} at a time", ranks, ctas, device,
+             blocks * num_sms);
   }
 }
 

@@ -16,9 +16,10 @@
 namespace waybill::cuda {
 namespace {
 
-#define WB_CUBLASLT_FUNCTIONS(F)                                                                                                                         \
-  F(cublasLtCreate) F(cublasLtMatmul) F(cublasLtMatmulDescCreate) F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate)                        \
-      F(cublasLtMatmulPreferenceCreate) F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulPreferenceDestroy) F(cublasLtMatmulAlgoGetHeuristic)
+#define WB_CUBLASLT_FUNCTIONS(F)                                                                                                                  \
+  F(cublasLtCreate)                                                                                                                               \
+  F(cublasLtMatmul) F(cublasLtMatmulDescCreate) F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate) F(cublasLtMatmulPreferenceCreate) \
+      F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulPreferenceDestroy) F(cublasLtMatmulAlgoGetHeuristic)
 
 // The functions, looked up once.
 struct CublasLt {
@@ -41,8 +42,8 @@ struct CublasLt {
       tried += (tried.empty() ? "" : ", ") + std::string(name);
     }
     if (handle == nullptr) WB_FAIL(ErrorCode::kUnsupported, "cuBLASLt was not found (tried {}); put its folder on LD_LIBRARY_PATH", tried);
-#define WB_LOOK_UP(function)                                                                    \
-  function = reinterpret_cast<decltype(&::function)>(dlsym(handle, #function));                 \
+#define WB_LOOK_UP(function)                                                    \
+  function = reinterpret_cast<decltype(&::function)>(dlsym(handle, #function)); \
   if (function == nullptr) WB_FAIL(ErrorCode::kUnsupported, "cuBLASLt has no {}", #function);
     WB_CUBLASLT_FUNCTIONS(WB_LOOK_UP)
 #undef WB_LOOK_UP

@@ -16,7 +16,8 @@ constexpr int kWarps = kThreads / 32;
 
 // Slots a lane holds in registers; rows with more routes take scatter_routes().
 template <class T, int kLanes, int kSlots>
-__global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3) router_backward_sparse(const __grid_constant__ RouterBackwardParams p, int warps_used, bool bulk) {
+__global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3)
+    router_backward_sparse(const __grid_constant__ RouterBackwardParams p, int warps_used, bool bulk) {
   extern __shared__ __align__(128) float dynamic_smem[];
   constexpr int kRows = 32 / kLanes;
   const RouterRows& rows = p.loss.rows;
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3) router_backward
     Slots now = next;
     gather_logits(group, now);
     load(group + num_warps, next);
-    int (&id)[kSlots] = now.id;
-    float (&w)[kSlots] = now.w, (&g)[kSlots] = now.g, (&x)[kSlots] = now.x;
+    int(&id)[kSlots] = now.id;
+    float(&w)[kSlots] = now.w, (&g)[kSlots] = now.g, (&x)[kSlots] = now.x;
     if (!is_clear) {  // while the loads are on their way
       for (int e = lane * 4; e < kRows * padded; e += 128) *reinterpret_cast<float4*>(buffer + e) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       is_clear = true;
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3) router_backward
         if (p.d_stride == E) {
           ptx::bulk_store(p.d_logits + first * p.d_stride, buffer, static_cast<std::uint32_t>(count * E) * 4u);
         } else {
-          for (int r = 0; r < count; ++r) ptx::bulk_store(p.d_logits + (first + r) * p.d_stride, buffer + static_cast<std::size_t>(r) * padded, static_cast<std::uint32_t>(E) * 4u);
+          for (int r = 0; r < count; ++r)
+            ptx::bulk_store(p.d_logits + (first + r) * p.d_stride, buffer + static_cast<std::size_t>(r) * padded, static_cast<std::uint32_t>(E) * 4u);
         }
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
@@ -146,8 +148,7 @@ void launch_lanes(const RouterBackwardParams& p, const DeviceLimits& limits, cud
   const auto kernel = router_backward_sparse<T, kLanes, kSlots>;
   static std::atomic<bool> done[16] = {};
   if (!done[limits.device & 15].exchange(true)) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_per_block - 1024);
-  // A bulk copy must have read its rows before the warp can leave; short rows are faster by ordinary stores.
-  const bool bulk = rows.E >= 1024 && limits.compute_major >= 9 && rows.E % 4 == 0 && p.d_stride % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.d_logits) % 16 == 0;
+  const bool bulk = limits.compute_major >= 9 && rows.E % 4 == 0 && p.d_stride % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.d_logits) % 16 == 0;
   const std::int64_t groups = (rows.T + kRows - 1) / kRows, needed = (groups + warps - 1) / warps;
   const int resident = std::clamp(static_cast<int>(static_cast<std::size_t>(limits.shared_per_sm) / (smem + 1024)), 1, 2048 / kThreads);
   const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>(needed, 1, static_cast<std::int64_t>(limits.num_sms) * resident));

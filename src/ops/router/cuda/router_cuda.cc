@@ -49,7 +49,10 @@ struct Scratch {
   };
   DeviceBuffer fixed, sequences;
 
-  explicit Scratch(int device) : fixed(sizeof(Fixed), device) { fixed.fill(0); WB_TRY_CUDA(cudaDeviceSynchronize()); }
+  explicit Scratch(int device) : fixed(sizeof(Fixed), device) {
+    fixed.fill(0);
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
   Fixed* at() const { return fixed.as<Fixed>(); }
 };
 
@@ -88,17 +91,20 @@ RouterRows rows_of(const RouterConfig& config, const RouterInputs& inputs) {
 std::string refuse_warp(const RouterConfig& config, const RouterInputs& inputs) {
   const int tier = router_tuning::vector_tier(static_cast<int>(config.E));
   const auto size = static_cast<std::int64_t>(size_bytes(inputs.logits.dtype));
-  if (config.E % 4 != 0 || inputs.logits.stride[0] % 4 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % static_cast<std::uintptr_t>(4 * size) != 0) {
+  if (config.E % 4 != 0 || inputs.logits.stride[0] % 4 != 0 ||
+      reinterpret_cast<std::uintptr_t>(inputs.logits.data) % static_cast<std::uintptr_t>(4 * size) != 0) {
     return "rows are not aligned to 4 logits";
   }
   // Beyond this K the narrowed rows would pass kMaxCandidates; up to 128 experts all of them fit.
   const std::int64_t groups = 32 * std::min(tier, 4);
-  if (config.K > router_tuning::kMaxWarpK || (config.E > router_tuning::kMaxCandidates && 5 * config.K > 3 * groups)) return "K is too large for the warp kernel";
+  if (config.K > router_tuning::kMaxWarpK || (config.E > router_tuning::kMaxCandidates && 5 * config.K > 3 * groups))
+    return "K is too large for the warp kernel";
   const bool has_bias = inputs.expert_bias || inputs.expert_mask;
   const bool is_exact = router_impl::uses_groups(config) || (has_bias && config.score == ScoreFunction::kSqrtSoftplus);
   if (is_exact && tier > router_tuning::kMaxGroupedVectors) return "grouped rows of more than 1,024 experts";
-  if (tier > router_tuning::kMaxGroupedVectors && (config.E * size % 16 != 0 || inputs.logits.stride[0] * size % 16 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % 16 != 0 ||
-                     device_limits(inputs.logits.device.index).compute_major < 9)) {
+  if (tier > router_tuning::kMaxGroupedVectors &&
+      (config.E * size % 16 != 0 || inputs.logits.stride[0] * size % 16 != 0 || reinterpret_cast<std::uintptr_t>(inputs.logits.data) % 16 != 0 ||
+       device_limits(inputs.logits.device.index).compute_major < 9)) {
     return "long rows are staged by 16-byte bulk copies (sm_90)";
   }
   if (router_impl::uses_groups(config)) {
@@ -122,7 +128,8 @@ void check_device_pointer(const void* pointer, const char* name, int device) {
 
 void check_alignment(const TensorView& view, const char* name) {
   const std::size_t size = size_bytes(view.dtype);
-  WB_CHECK(reinterpret_cast<std::uintptr_t>(view.data) % size == 0, "{} must be aligned to its elements of {} bytes, got address {}", name, size, fmt::ptr(view.data));
+  WB_CHECK(reinterpret_cast<std::uintptr_t>(view.data) % size == 0, "{} must be aligned to its elements of {} bytes, got address {}", name, size,
+           fmt::ptr(view.data));
 }
 
 void launch_warp(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
@@ -156,7 +163,8 @@ std::string refuse_router(const RouterConfig& config, const RouterInputs& inputs
 
 std::string refuse_router_forward(const ForwardCall& call, bool portable) {
   std::string reason = refuse_router(call.config, call.inputs);
-  if (reason.empty() && !portable && !call.inputs.replay_ids && call.config.forced_balance == ForcedBalance::kOff) reason = refuse_warp(call.config, call.inputs);
+  if (reason.empty() && !portable && !call.inputs.replay_ids && call.config.forced_balance == ForcedBalance::kOff)
+    reason = refuse_warp(call.config, call.inputs);
   return reason;
 }
 
@@ -230,7 +238,8 @@ RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConf
   p.row_partials = fixed->partials, p.ticket = &fixed->loss_ticket;
   if (p.rows.T == 0) p.sequence_length = 0, p.sequence_coefficient = 0;
   const bool has_aux = losses.aux_coefficient != 0;
-  const bool counts_tokens = p.rows.padding != nullptr && ((has_aux && (given.aux_tokens == 0 || given.loss_tokens == 0)) || (losses.z_coefficient != 0 && given.loss_tokens == 0));
+  const bool counts_tokens =
+      p.rows.padding != nullptr && ((has_aux && (given.aux_tokens == 0 || given.loss_tokens == 0)) || (losses.z_coefficient != 0 && given.loss_tokens == 0));
   const bool counts_aux = has_aux && given.aux_counts == nullptr;
   if (p.sequence_length > 0) {
     const std::int64_t B = p.rows.T / p.sequence_length;

@@ -74,7 +74,9 @@ __device__ __forceinline__ std::uint32_t exact_key(int score, float x, float bia
 }
 
 // Key above id: one comparison gives "key descending, id ascending".
-__device__ __forceinline__ std::uint64_t composite_of(std::uint32_t key, std::uint32_t id) { return (static_cast<std::uint64_t>(key) << 32) | (0xffffffffu - id); }
+__device__ __forceinline__ std::uint64_t composite_of(std::uint32_t key, std::uint32_t id) {
+  return (static_cast<std::uint64_t>(key) << 32) | (0xffffffffu - id);
+}
 __device__ __forceinline__ std::uint32_t id_of(std::uint64_t composite) { return 0xffffffffu - static_cast<std::uint32_t>(composite); }
 
 // The bias the kernels add: NaN where the expert is masked, -Inf where the given bias is not finite (both: never chosen).
@@ -252,19 +254,20 @@ __device__ __forceinline__ void finish_counts(const RouterForwardParams& p) {
   }
 }
 
-// Rows counted by one warp, added to the status word at the end of the kernel.
-struct RowCounters {
-  std::uint32_t nonfinite = 0, short_rows = 0, bad_ids = 0;
-};
-__device__ __forceinline__ void add_row_counters(StatusWord* status, const RowCounters& c) {
-  if (status == nullptr || (threadIdx.x & 31) != 0) return;
-  const auto add = [](std::int64_t* word, std::uint32_t n) {
-    if (n != 0) atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(n));
-  };
-  add(&status->num_nonfinite_rows, c.nonfinite);
-  add(&status->num_short_rows, c.short_rows);
-  add(&status->num_bad_ids, c.bad_ids);
-  if (c.bad_ids != 0) atomicOr(&status->flags, static_cast<unsigned>(kStatusBadId));
+// Rows that are out of the ordinary, added to the status word where they are met (warp uniform; rare, so no register keeps a count).
+__device__ __forceinline__ void add_to_status(std::int64_t* word, int n) {
+  if (n != 0 && (threadIdx.x & 31) == 0) atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(n));
+}
+__device__ __forceinline__ void count_nonfinite_rows(StatusWord* status, int n) {
+  if (status != nullptr) add_to_status(&status->num_nonfinite_rows, n);
+}
+__device__ __forceinline__ void count_short_rows(StatusWord* status, int n) {
+  if (status != nullptr) add_to_status(&status->num_short_rows, n);
+}
+__device__ __forceinline__ void count_bad_ids(StatusWord* status, int n) {
+  if (status == nullptr || n == 0) return;
+  add_to_status(&status->num_bad_ids, n);
+  if ((threadIdx.x & 31) == 0) atomicOr(&status->flags, static_cast<unsigned>(kStatusBadId));
 }
 
 }  // namespace waybill::cuda

@@ -79,15 +79,14 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) router_forward_block(const __grid_constant__ RouterForwardParams p, int padded) {
   extern __shared__ __align__(16) unsigned char dynamic_smem[];
   __shared__ float scratch[kThreads / 32];
-  __shared__ int flags[2];  // nonfinite, candidates
-  std::uint64_t* keys = reinterpret_cast<std::uint64_t*>(dynamic_smem);   // [padded]
+  __shared__ int flags[2];                                               // nonfinite, candidates
+  std::uint64_t* keys = reinterpret_cast<std::uint64_t*>(dynamic_smem);  // [padded]
   std::uint64_t* groups = keys + padded;                                 // [G] when grouped; else x [K] of the chosen
   float* chosen_x = reinterpret_cast<float*>(keys + padded);
   const RouterRows& rows = p.rows;
   const bool is_grouped = p.num_kept < p.num_groups;
   const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
   const int tid = static_cast<int>(threadIdx.x);
-  RowCounters counters;
   for (std::int64_t t = blockIdx.x; t < rows.T; t += gridDim.x) {
     const T* row = static_cast<const T*>(rows.logits) + t * rows.row_stride;
     const bool is_padding = rows.padding != nullptr && rows.padding[t] != 0;
@@ -142,9 +141,11 @@ __global__ void __launch_bounds__(kThreads) router_forward_block(const __grid_co
     if (candidates != 0) atomicAdd(&flags[1], candidates);
     __syncthreads();
     if (tid < 32 && p.ids != nullptr) row_weights(rows, chosen_x, row_max, row_sum, p.weights + t * rows.K);
-    if (tid < 32 && !is_padding) counters.nonfinite += flags[0], counters.short_rows += flags[1] < rows.K;
+    if (tid < 32 && !is_padding) {
+      count_nonfinite_rows(p.status, flags[0]);
+      count_short_rows(p.status, flags[1] < rows.K);
+    }
   }
-  if (tid < 32) add_row_counters(p.status, counters);
   finish_counts(p);
 }
 
@@ -156,7 +157,6 @@ __global__ void __launch_bounds__(kThreads) router_forced(const __grid_constant_
   const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
   float* x = reinterpret_cast<float*>(dynamic_smem) + static_cast<std::size_t>(warp) * rows.K;
   const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * (blockDim.x / 32);
-  RowCounters counters;
   for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x / 32) + warp; t < rows.T; t += num_warps) {
     const T* row = static_cast<const T*>(rows.logits) + t * rows.row_stride;
     const bool is_padding = rows.padding != nullptr && rows.padding[t] != 0;
@@ -193,12 +193,11 @@ __global__ void __launch_bounds__(kThreads) router_forced(const __grid_constant_
     }
     __syncwarp();
     row_weights(rows, x, row_max, row_sum, p.weights + t * rows.K);
-    counters.nonfinite += __any_sync(ptx::kFullWarp, nonfinite);
-    counters.short_rows += __any_sync(ptx::kFullWarp, is_short);
-    counters.bad_ids += ptx::redux_add(bad);
+    count_nonfinite_rows(p.status, __any_sync(ptx::kFullWarp, nonfinite));
+    count_short_rows(p.status, __any_sync(ptx::kFullWarp, is_short));
+    count_bad_ids(p.status, static_cast<int>(ptx::redux_add(bad)));
     __syncwarp();
   }
-  add_row_counters(p.status, counters);
   finish_counts(p);
 }
 

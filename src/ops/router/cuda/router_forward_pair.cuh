@@ -74,26 +74,10 @@ __device__ __forceinline__ float pair_threshold(const float (&group_max)[kGroups
   return low;
 }
 
-// Both rows by the whole warp, one after the other (ties). Returns how many of them are short of candidates.
-template <class T>
-__device__ __noinline__ std::uint32_t route_pair_exactly(const RouterForwardParams& p, int t, WarpScratch<128>& scratch, std::uint32_t* hist, float max0, float sum0,
-                                                         float max1, float sum1) {
-  RowCounters counters;
-  for (int r = 0; r < 2 && t + r < static_cast<int>(p.rows.T); ++r) {
-    if (p.rows.padding != nullptr && p.rows.padding[t + r] != 0) {
-      write_empty_row(p, t + r);
-      continue;
-    }
-    const int count = exact_candidates(p.rows, row_of<T>(p.rows, t + r), nullptr, false, 0xffffffffu, scratch);
-    __syncwarp();
-    finish_row<T>(p, nullptr, count, scratch, t + r, r == 0 ? max0 : max1, r == 0 ? sum0 : sum1, hist, counters);
-  }
-  return counters.short_rows;
-}
-
-// Rows t and t + 1; kVectors groups of 64 experts a row.
+// Rows t and t + 1; kVectors groups of 64 experts a row. False: both rows must go through route_exactly(); nothing but rows that are
+// not finite was counted.
 template <class T, int kVectors>
-__device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, PairScratch& scratch, std::uint32_t* hist, RowCounters& counters) {
+__device__ __forceinline__ bool route_pair(const RouterForwardParams& p, int t, PairScratch& scratch, std::uint32_t* hist) {
   const RouterRows& rows = p.rows;
   const int lane = static_cast<int>(threadIdx.x) & 31, sub = lane & 15, half = lane >> 4, K = rows.K;
   const unsigned half_mask = half == 0 ? 0x0000ffffu : 0xffff0000u, below = ptx::lanemask_lt() & half_mask;
@@ -113,7 +97,7 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
   }
   const unsigned poisoned = __ballot_sync(ptx::kFullWarp, active && poison != poison);
   if (poisoned != 0) {
-    counters.nonfinite += ((poisoned & 0xffffu) != 0) + ((poisoned >> 16) != 0);
+    count_nonfinite_rows(p.status, ((poisoned & 0xffffu) != 0) + ((poisoned >> 16) != 0));
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -155,13 +139,7 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
     const unsigned lanes = __ballot_sync(ptx::kFullWarp, ((mine >> bit) & 1) != 0);
     slot += __popc(lanes & below) << bit, count += __popc(lanes & half_mask) << bit;
   }
-  if (__any_sync(ptx::kFullWarp, count > kPairCandidates)) {
-    const float max1 = __shfl_sync(ptx::kFullWarp, row_max, 16), sum1 = __shfl_sync(ptx::kFullWarp, row_sum, 16);
-    const float max0 = __shfl_sync(ptx::kFullWarp, row_max, 0), sum0 = __shfl_sync(ptx::kFullWarp, row_sum, 0);
-    __syncwarp();
-    counters.short_rows += route_pair_exactly<T>(p, t, *reinterpret_cast<WarpScratch<128>*>(&scratch), hist, max0, sum0, max1, sum1);
-    return;
-  }
+  if (__any_sync(ptx::kFullWarp, count > kPairCandidates)) return false;
   if (mine != 0) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -204,8 +182,6 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
   const bool has = sub < chosen;
   float s = has ? scratch.score[half][sub] : 0.0f;
   const int id = has ? scratch.sorted_id[half][sub] : -1;
-  const unsigned is_short = __ballot_sync(ptx::kFullWarp, active && chosen < K);
-  counters.short_rows += ((is_short & 0xffffu) != 0) + ((is_short >> 16) != 0);
   const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
   float sum = 1.0f;
   if (is_softmax) {
@@ -216,12 +192,10 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
   if (renormalise) {
     sum = half_sum(s);
     const bool rare = (!is_softmax && active && chosen > 0 && !(sum > 1e-12f)) || rows.epsilon > 0.0f;
-    if (__any_sync(ptx::kFullWarp, rare)) {  // underflow or parity: both rows through the list of the exact path
-      __syncwarp();
-      (void)route_pair_exactly<T>(p, t, *reinterpret_cast<WarpScratch<128>*>(&scratch), hist, 0.0f, 1.0f, 0.0f, 1.0f);  // short rows are counted above
-      return;
-    }
+    if (__any_sync(ptx::kFullWarp, rare)) return false;  // underflow or parity
   }
+  const unsigned is_short = __ballot_sync(ptx::kFullWarp, active && chosen < K);
+  if (is_short != 0) count_short_rows(p.status, ((is_short & 0xffffu) != 0) + ((is_short >> 16) != 0));
   if (p.ids != nullptr && exists && sub < K) {
     const std::int64_t at = static_cast<std::int64_t>(mine_t) * K + sub;
     store_id(p.ids, p.id_bytes, at, id);
@@ -229,6 +203,7 @@ __device__ __forceinline__ void route_pair(const RouterForwardParams& p, int t, 
   }
   if (has) atomicAdd(hist + id, 1u);
   __syncwarp();
+  return true;
 }
 
 inline constexpr int kPairThreads = 512;  // two CTAs an SM; one of 1,024 was 4% slower
@@ -241,11 +216,17 @@ __global__ void __launch_bounds__(kPairThreads, 2) router_forward_pair(const __g
   clear_histogram(hist, p.rows.E);
   __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) >> 5, stride = static_cast<int>(gridDim.x) * (kPairThreads / 32), pairs = static_cast<int>((p.rows.T + 1) / 2);
-  RowCounters counters;
   for (int pair = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); pair < pairs; pair += stride) {
-    route_pair<T, kVectors>(p, pair * 2, scratch[warp], hist, counters);
+    if (route_pair<T, kVectors>(p, pair * 2, scratch[warp], hist)) continue;
+    for (int t = pair * 2; t < min(pair * 2 + 2, static_cast<int>(p.rows.T)); ++t) {
+      __syncwarp();
+      if (p.rows.padding != nullptr && p.rows.padding[t] != 0) {
+        write_empty_row(p, t);
+      } else {
+        route_exactly<T>(p, nullptr, t, reinterpret_cast<WarpScratch<128>&>(scratch[warp]), hist);
+      }
+    }
   }
-  add_row_counters(p.status, counters);
   flush_histogram(p, hist);
   finish_counts(p);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Router forward for long rows (sm_90): one warp per token, the row in shared memory. See router_forward_warp.cuh for the method.
+// Router forward for long rows (sm_90): one warp per token, the row in shared memory. Method: router_select.cuh.
 //
 //   Each warp owns one row buffer that a bulk copy fills (completion on an mbarrier). The buffer is read twice: for the group maxima,
 //   and at the vectors that hold candidates; then the next row of the warp is on its way while the candidates are ranked and written.
@@ -217,7 +217,6 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
   prepare_cta<kMode>(rows, hist, bias_smem);
   const float* bias = kMode == kPlain ? nullptr : bias_smem;
   const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
-  RowCounters counters;
   std::uint32_t parity = 0;
   for (int t = first; t < T_rows; t += num_warps, parity ^= 1u) {
     ptx::mbarrier_wait(full, parity);
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
     StagedScan<kVectors> s;
     scan_row<T, kVectors, kMode>(rows, row, bias_smem, s);
     if (__any_sync(ptx::kFullWarp, s.poison != s.poison)) {
-      ++counters.nonfinite;
+      count_nonfinite_rows(p.status, 1);
       sanitise_row(row, E);
       if constexpr (kMode == kPlain) {  // +Inf and NaN have entered the maxima: again, without them
 #pragma unroll 1
@@ -240,15 +239,14 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
     float row_max = 0.0f, row_sum = 1.0f;
     if (need_sum) staged_softmax_sum<T, kMode>(rows, row, bias_smem, row_max, row_sum);
     const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(s.group_max, rows.K)), -3.402823466e38f);
-    int count = collect_staged<T, kVectors, kMode>(rows, row, bias_smem, s, threshold, scratch);
-    if (count > WarpPolicy<kVectors>::kCandidates) {
-      count = exact_candidates(rows, static_cast<const T*>(row), bias, false, 0xffffffffu, scratch);
-      __syncwarp();
-    }
+    const int count = collect_staged<T, kVectors, kMode>(rows, row, bias_smem, s, threshold, scratch);
     fetch(t + num_warps);
-    finish_row<T>(p, bias, count, scratch, t, row_max, row_sum, hist, counters);
+    const bool fits = count <= WarpPolicy<kVectors>::kCandidates;
+    if (!fits || !finish_row<T, false>(p, bias, count, scratch, t, row_max, row_sum, hist)) {
+      __syncwarp();
+      route_exactly<T>(p, bias, t, scratch, hist);
+    }
   }
-  add_row_counters(p.status, counters);
   flush_histogram(p, hist);
   finish_counts(p);
 #endif

@@ -78,18 +78,24 @@ template <class T>
 void launch_warp_short(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   if (takes_pairs(p, warp_mode(p))) return launch_pairs<T>(p, limits, stream);
   switch (router_tuning::vector_tier(p.rows.E)) {
-    case 1: return launch_tier<T, 1>(p, warp_mode(p), limits, stream);
-    case 2: return launch_tier<T, 2>(p, warp_mode(p), limits, stream);
-    default: return launch_tier<T, 4>(p, warp_mode(p), limits, stream);
+    case 1:
+      return launch_tier<T, 1>(p, warp_mode(p), limits, stream);
+    case 2:
+      return launch_tier<T, 2>(p, warp_mode(p), limits, stream);
+    default:
+      return launch_tier<T, 4>(p, warp_mode(p), limits, stream);
   }
 }
 
 template <class T>
 void launch_warp_long(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   switch (router_tuning::vector_tier(p.rows.E)) {
-    case 8: return launch_tier<T, 8>(p, warp_mode(p), limits, stream);
-    case 18: return launch_tier<T, 18>(p, warp_mode(p), limits, stream);
-    default: return launch_tier<T, 64>(p, warp_mode(p), limits, stream);
+    case 8:
+      return launch_tier<T, 8>(p, warp_mode(p), limits, stream);
+    case 18:
+      return launch_tier<T, 18>(p, warp_mode(p), limits, stream);
+    default:
+      return launch_tier<T, 64>(p, warp_mode(p), limits, stream);
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ptxas: may spill Li64ELi1E: biased rows of more than 2,304 experts, a few words around the exact path
+// ptxas: may spill route_exactly: rows of ties and of underflowing scores only
 #include "ops/router/cuda/router_forward_warp_launch.cuh"
 
 namespace waybill::cuda {

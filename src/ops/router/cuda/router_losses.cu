@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Values of the router's losses, and the counts that the losses of a call need.
 //
-// losses: one warp per token, the row is staged in shared memory (sm_90) or read at each pass (generic); rows go from the last to the first, because the end of the logits
+// losses: one warp per token, the row is staged in shared memory (sm_90) or read at each pass (generic); rows go from the last to the first, because the end of
+// the logits
 //   is what the forward pass has left in L2. Row values are summed in double: per warp in row order, per CTA in warp order, and the
 //   last CTA sums the CTAs in their order: the result depends on the grid only, never on timing. No float atomics.
 // prepare: integer counts per expert and sequence from the ids, and the valid tokens (only where a call needs them).
@@ -123,20 +124,18 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_losses_staged(const 
       continue;
     }
     // Ordinary rows need one pass: no shift keeps e^x in range. The next row is on its way while the sums are reduced.
-    float row_max = 0.0f;
-    bool ordinary = one_loss && rows.mask == nullptr;
+    bool ordinary = one_loss;
     RowSums s;
-    if (ordinary) ordinary = unshifted_row_sums<T, kSoftmax>(rows, row, counts_of_row(p, a_smem, t, has_sequence), s, row_max);
+    if (ordinary) ordinary = unshifted_row_sums<T, kSoftmax, false>(rows, row, counts_of_row(p, a_smem, t, has_sequence), s, nullptr);
     __syncwarp();
     fetch(t - num_warps);
     if (ordinary) {
       reduce_sums<kSoftmax>(s);
-      s.max = 0.0f;  // the shift of exp_sum
       add_row<kSoftmax>(p, t, per_sequence, total, [&](bool) { return s; });
       continue;
     }
     const T* source = static_cast<const T*>(rows.logits) + t * rows.row_stride;
-    row_max = generic_row_max(rows, source);
+    const float row_max = generic_row_max(rows, source);
     if (row_max == -kInfinity) continue;
     add_row<kSoftmax>(p, t, per_sequence, total,
                       [&](bool is_sequence) { return generic_row_sums<T, kSoftmax>(rows, source, counts_of_row(p, a_smem, t, is_sequence), row_max); });
@@ -181,7 +180,8 @@ void launch_score(const RouterLossParams& p, const DeviceLimits& limits, cudaStr
     return;
   }
   const std::size_t smem = static_cast<std::size_t>(padded_to_4(rows.E)) * sizeof(float);
-  const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>((rows.T + kThreads / 32 - 1) / (kThreads / 32), 1, static_cast<std::int64_t>(limits.num_sms) * 4));
+  const auto grid =
+      static_cast<unsigned>(std::clamp<std::int64_t>((rows.T + kThreads / 32 - 1) / (kThreads / 32), 1, static_cast<std::int64_t>(limits.num_sms) * 4));
   router_losses_generic<T, kSoftmax><<<grid, kThreads, smem, stream>>>(p);
 }
 

@@ -18,14 +18,14 @@ enum class LogitType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 // Shared by every kernel of the op. Pointers are device memory; optional ones may be null.
 struct RouterRows {
-  const void* logits;          // [T, row_stride]
-  std::int64_t row_stride;     // elements
-  const float* bias;           // [E]
-  const std::uint8_t* mask;    // [E]
-  const std::uint8_t* padding; // [T]
+  const void* logits;           // [T, row_stride]
+  std::int64_t row_stride;      // elements
+  const float* bias;            // [E]
+  const std::uint8_t* mask;     // [E]
+  const std::uint8_t* padding;  // [T]
   std::int64_t T;
   int E, K;
-  int score;                   // RouterScore
+  int score;  // RouterScore
   int renormalise;
   float scale, epsilon;
 };
@@ -44,7 +44,7 @@ struct RouterForwardParams {
   float* weights;                        // [T, K]
   const void* replay_ids;                // [T, K] or null
   int replay_bytes;
-  int forced;                            // 1: forced balance
+  int forced;  // 1: forced balance
   std::int64_t token_offset;
   std::int32_t *counts, *offsets, *aligned_offsets;
   int alignment;
@@ -54,19 +54,19 @@ struct RouterForwardParams {
 
 struct RouterLossParams {
   RouterRows rows;
-  const void* ids;   // [T, K] for the sequence loss' counts
+  const void* ids;  // [T, K] for the sequence loss' counts
   int id_bytes;
   float aux_coefficient, sequence_coefficient, z_coefficient;
   std::int64_t sequence_length;  // 0: no sequence loss
   const std::int32_t* aux_counts;
   double aux_tokens, loss_tokens, num_sequences;  // 0: this call's own
   // Scratch, booked by the host.
-  std::int32_t* sequence_counts;   // [B, E]
-  std::int32_t* sequence_valid;    // [B] valid tokens
-  double* row_partials;            // [num CTAs, 3]
+  std::int32_t* sequence_counts;  // [B, E]
+  std::int32_t* sequence_valid;   // [B] valid tokens
+  double* row_partials;           // [num CTAs, 3]
   std::uint32_t* ticket;
-  std::int32_t* valid_tokens;      // [1]
-  double* out;                     // [3] aux, sequence, z
+  std::int32_t* valid_tokens;  // [1]
+  double* out;                 // [3] aux, sequence, z
 };
 
 struct RouterBackwardParams {
@@ -74,7 +74,7 @@ struct RouterBackwardParams {
   const float* weights;    // [T, K]
   const float* d_weights;  // [T, K]
   float loss_scale;
-  float* d_logits;         // [T, d_stride] fp32
+  float* d_logits;  // [T, d_stride] fp32
   std::int64_t d_stride;
 };
 

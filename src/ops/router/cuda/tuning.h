@@ -15,9 +15,9 @@ constexpr int vector_tier(int E) {
   return 0;
 }
 inline constexpr int kMaxExperts = 8192;
-inline constexpr int kMaxWarpK = 64;         // two slots a lane
-inline constexpr int kMaxCandidates = 128;   // of a row after narrowing; more takes the exact path of the same kernel
-inline constexpr int kMaxGroupedVectors = 8; // grouped rows keep all keys in registers
+inline constexpr int kMaxWarpK = 64;          // two slots a lane
+inline constexpr int kMaxCandidates = 128;    // of a row after narrowing; more takes the exact path of the same kernel
+inline constexpr int kMaxGroupedVectors = 8;  // grouped rows keep all keys in registers
 inline constexpr int kMaxFastGroups = 64;
 
 }  // namespace waybill::cuda::router_tuning
