@@ -29,6 +29,7 @@ std::vector<RankResult> run_on_nodes(const Group& group, const ExchangeConfig& c
     results[p] = run_rank(exchange, group, p, options);
     EXPECT_EQ(exchange.bytes().total(), fabric.sent);
     EXPECT_EQ(exchange.bytes().between_nodes, fabric.sent_between_nodes);
+    EXPECT_EQ(exchange.bytes().payload, exchange.bytes().rows * group.H * static_cast<std::int64_t>(size_bytes(options.x_dtype)));
     EXPECT_EQ(exchange.bytes().within_nodes(), fabric.sent - fabric.sent_between_nodes);
   });
   return results;
@@ -63,7 +64,8 @@ TEST(NodePlan, AWorkedExample) {
 }
 
 TEST(TwoLevel, EqualsTheReferenceBitForBitOnAnyLayoutOfNodes) {
-  const std::vector<std::vector<int>> layouts = {{0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 1, 1, 0, 2, 2, 2, 2, 2}, {0, 0, 0}, {0, 1, 2}, {0}};
+  const std::vector<std::vector<int>> layouts = {{0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 1, 2, 1, 0, 2}, {0, 1, 1, 0, 2, 2, 2, 2, 2},
+                                                 {0, 0, 0},    {0, 1, 2},    {0}};
   for (const std::vector<int>& node_of : layouts) {
     for (const CombineWire wire : {CombineWire::kF32, CombineWire::kBF16}) {
       const auto P = static_cast<int>(node_of.size());

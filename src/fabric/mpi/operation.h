@@ -47,6 +47,7 @@ class Operation {
 
   // All MPI calls are made by the owner under its lock. Each throws Error on a mismatch or a failed MPI call.
   void start(MPI_Comm communicator);
+  bool started() const { return !envelope_.empty(); }
   bool progress(MPI_Comm communicator);  // true when everything has moved
   void abandon() noexcept;               // after a failure: receives are cancelled, nothing is waited for
   // Readable without the owner's lock.

@@ -33,7 +33,7 @@ std::string list(const std::vector<int>& ranks) { return fmt::format("{}", fmt::
 std::shared_ptr<Transport> Transport::get() {
   // A stuck transport is left alone at exit: its thread is inside MPI and still uses it.
   static std::shared_ptr<Transport> transport(new Transport(), [](Transport* ended) {
-    if (!ended->stuck_) delete ended;
+    if (ended->stop()) delete ended;
   });
   return transport;
 }
@@ -80,12 +80,21 @@ void Transport::tell_waiters() {
   changed_.notify_all();
 }
 
-Transport::~Transport() {
-  {
-    const std::lock_guard<std::timed_mutex> lock(mutex_);
-    stopping_ = true;
+bool Transport::stop() noexcept {
+  try {
+    {
+      const Lock lock = take_lock();
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    const auto deadline = Clock::now() + kPatience;
+    while (!stopped_ && Clock::now() < deadline) std::this_thread::sleep_for(kLongestNap);
+  } catch (...) {  // stuck
   }
-  wake_.notify_all();
+  return stopped_;
+}
+
+Transport::~Transport() {
   thread_.join();
   if (owns_mpi_ && everybody_is_here()) MPI_Finalize();
 }
@@ -102,11 +111,23 @@ bool Transport::everybody_is_here() {
   return false;
 }
 
+// Not one blocking call: the thread must be able to move what peers still wait for.
 int Transport::agree_on_group_id() {
-  const Lock lock = take_lock();
-  int id = next_group_id_;
-  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &id, 1, MPI_INT, MPI_MAX, data_), "MPI_Allreduce", "start");
-  return id;
+  int id = 0;
+  MPI_Request request = MPI_REQUEST_NULL;
+  {
+    const Lock lock = take_lock();
+    id = next_group_id_;
+    check_mpi(MPI_Iallreduce(MPI_IN_PLACE, &id, 1, MPI_INT, MPI_MAX, data_, &request), "MPI_Iallreduce", "start");
+  }
+  for (int flag = 0;;) {
+    {
+      const Lock lock = take_lock();
+      check_mpi(MPI_Test(&request, &flag, MPI_STATUS_IGNORE), "MPI_Test", "start");
+    }
+    if (flag != 0) return id;
+    std::this_thread::sleep_for(kShortestNap);
+  }
 }
 
 void Transport::run() {
@@ -114,7 +135,8 @@ void Transport::run() {
   Lock lock(mutex_);
   while (!stopping_) {
     if (pending_.empty()) {
-      wake_.wait(lock, [&] { return stopping_ || !pending_.empty(); });
+      send_outgoing();
+      wake_.wait(lock, [&] { return stopping_ || !pending_.empty() || num_unsent_ > 0; });
       nap = kShortestNap;
       continue;
     }
@@ -128,17 +150,21 @@ void Transport::run() {
     std::this_thread::sleep_for(nap);
     lock.lock();
   }
+  send_outgoing();
+  stopped_ = true;
 }
 
 // Moves every pending operation a step; true when one of them ended or failed.
 bool Transport::progress_once() {
   bool news = false;
+  send_outgoing();
   read_control();
   for (auto it = pending_.begin(); it != pending_.end();) {
     Operation& operation = **it;
     bool remove = failure_of(operation.group()) != nullptr;
     if (!remove) {
       try {
+        if (!operation.started()) operation.start(data_);
         remove = operation.progress(data_);
       } catch (const Error& error) {
         fail_locked(operation.group(), error.code(), error.what());
@@ -177,11 +203,23 @@ void Transport::send_control(const Group& group, ErrorCode code, const std::stri
   for (const int world_rank : group.world_ranks) {
     if (world_rank == world_rank_) continue;
     Outgoing& message = outgoing_.emplace_back();
+    message.world_rank = world_rank;
     message.bytes.resize(sizeof(fields) + reason.size());
     std::memcpy(message.bytes.data(), fields, sizeof(fields));
     std::memcpy(message.bytes.data() + sizeof(fields), reason.data(), reason.size());
-    MPI_Isend(message.bytes.data(), static_cast<int>(message.bytes.size()), MPI_BYTE, world_rank, kControlTag, control_, &message.request);
+    ++num_unsent_;
   }
+  wake_.notify_one();
+}
+
+void Transport::send_outgoing() {
+  if (num_unsent_ == 0) return;
+  for (Outgoing& message : outgoing_) {
+    if (message.sent) continue;
+    message.sent = true;
+    MPI_Isend(message.bytes.data(), static_cast<int>(message.bytes.size()), MPI_BYTE, message.world_rank, kControlTag, control_, &message.request);
+  }
+  num_unsent_ = 0;
 }
 
 const Transport::Failure* Transport::failure_of(const Group& group) const {
@@ -233,8 +271,7 @@ std::shared_ptr<Operation> Transport::start(const Group& group, const Header& he
   {
     const Lock lock = take_lock();
     if (const Failure* failure = failure_of(group)) throw_error(ErrorCode::kPeerFailed, failure->reason);
-    operation->start(data_);
-    if (!operation->progress(data_)) pending_.push_back(operation);
+    pending_.push_back(operation);
   }
   wake_.notify_one();
   return operation;

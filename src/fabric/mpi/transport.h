@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The process's one connection to MPI: a lock around every MPI call, the thread that moves pending operations, and the failures
 // of groups that peers report. MPI itself may never return from a call that touches a dead peer, so nobody waits for the lock without
-// a limit: after that the transport counts as stuck, says so, and is not used any more.
+// a limit: after that the transport counts as stuck, says so, and is not used any more. Data and failures are sent by the thread only,
+// so that it alone can get caught in such a call.
 #pragma once
 
 #include <mpi.h>
@@ -54,9 +55,13 @@ class Transport {
   };
   struct Outgoing {  // a control message on its way
     MPI_Request request = MPI_REQUEST_NULL;
+    int world_rank = 0;
+    bool sent = false;
     std::vector<char> bytes;
   };
+  bool stop() noexcept;  // ends the thread; false when it does not end
   void run();
+  void send_outgoing();
   void tell_waiters();
   bool progress_once();
   void read_control();
@@ -81,7 +86,9 @@ class Transport {
   std::list<Outgoing> outgoing_;
   std::list<std::pair<MPI_Request, std::vector<std::byte>>> leaving_;
   std::map<int, Failure> failures_;  // by group id
+  std::size_t num_unsent_ = 0;       // of outgoing_
   bool stopping_ = false;
+  std::atomic<bool> stopped_{false};
   std::thread thread_;
 };
 
