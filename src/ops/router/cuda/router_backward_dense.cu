@@ -2,8 +2,8 @@
 // Router backward with a dense part (softmax over all experts, or any loss): d_weights [T, K] and losses -> d_logits [T, E] fp32.
 // One warp per token; logits are read once and d_logits is written once. Bytes: T * E * (sizeof(logit) + 4) + T * K * (id + 8).
 //
-// staged (sm_90, aligned rows): a bulk copy brings the row into shared memory; exponentials and sums in place, then gradients in place,
-//   the routes' part added at K entries; a bulk copy takes the row out. 16-bit logits have a row of their own.
+// staged (sm_90, aligned rows): a bulk copy brings the row into shared memory; maximum, then exponentials and sums in place, then
+//   gradients in place, the routes' part added at K entries; a bulk copy takes the row out. 16-bit logits have a row of their own.
 // generic: any alignment and score; the row is read from global memory at each pass (from L2 after the first).
 #include <algorithm>
 #include <atomic>
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kGenericThreads) router_backward_generic(const
   }
 }
 
-constexpr int kStagedThreads = 448;
+constexpr int kStagedThreads = 512;
 // Bytes of one warp: the output row, the input row where the types differ.
 template <class T>
 constexpr std::size_t staged_bytes(int E) {
@@ -148,19 +148,9 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
     }
     const RowFactors factors = row_factors(p, c, dynamic_smem, t);
     ptx::mbarrier_wait(full, parity);
-    float dot = 0.0f, unit_dot = 0.0f;
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      if (id[s] < 0) continue;
-      if (gather) slope[s] = log_slope(rows.score, to_float(row[id[s]]));
-      dot = __fmaf_rn(g[s], w[s], dot), unit_dot = __fmaf_rn(g[s], unit_weight(rows, w[s]), unit_dot);
-    }
-    if (sizeof(T) != 4 && lane == 0) ptx::bulk_wait_read<0>();  // the output row of the token before
-    __syncwarp();
-    // Ordinary rows need no shift (unshifted_row_sums); the others go the generic way, from global memory.
-    RowSums s;
-    const bool is_padding = rows.padding != nullptr && rows.padding[t] != 0;
-    if (is_padding || !unshifted_row_sums<T, kSoftmax, true>(rows, row, factors, s, out)) {
+    const float row_max = rows.padding != nullptr && rows.padding[t] != 0 ? -kInfinity : staged_row_max(rows, row);
+    if (row_max == -kInfinity || !is_fast_row<kSoftmax>(rows.score, row_max)) {
+      if (sizeof(T) != 4 && lane == 0) ptx::bulk_wait_read<0>();
       __syncwarp();
       for (int e = lane * 4; e < E; e += 128) *reinterpret_cast<float4*>(out + e) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       __syncwarp();
@@ -170,14 +160,26 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
       fetch(t + num_warps);
       continue;
     }
-    __syncwarp();
-    if (sizeof(T) != 4) fetch(t + num_warps);
-    reduce_sums<kSoftmax>(s);
+    float dot = 0.0f, unit_dot = 0.0f;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (id[s] < 0) continue;
+      const float x = to_float(row[id[s]]);
+      if (!scalar::is_finite(x)) id[s] = -1;
+      if (gather) slope[s] = log_slope(rows.score, x);
+      dot = __fmaf_rn(g[s], w[s], dot), unit_dot = __fmaf_rn(g[s], unit_weight(rows, w[s]), unit_dot);
+    }
     if (held) dot = warp_sum(dot), unit_dot = warp_sum(unit_dot);
     if (!held && p.d_weights != nullptr && c.softmax_all) {
       for (int k = lane; k < rows.K; k += 32) dot = __fmaf_rn(p.d_weights[t * rows.K + k], p.weights[t * rows.K + k], dot);
       dot = warp_sum(dot);
     }
+    if (sizeof(T) != 4) {
+      if (lane == 0) ptx::bulk_wait_read<0>();
+      __syncwarp();
+    }
+    const RowSums s = staged_row_sums<T, kSoftmax, true>(rows, row, factors, row_max, out);
+    if (sizeof(T) != 4) fetch(t + num_warps);
     const DenseFactors d = dense_factors<kSoftmax>(rows.score, s, c.has_a, c.loss.z, p.loss_scale, c.softmax_all ? dot : 0.0f);
 #pragma unroll 2
     for (int e = lane * 4; e < E; e += 128) {

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_losses_staged(const 
     // Ordinary rows need one pass: no shift keeps e^x in range. The next row is on its way while the sums are reduced.
     bool ordinary = one_loss;
     RowSums s;
-    if (ordinary) ordinary = unshifted_row_sums<T, kSoftmax, false>(rows, row, counts_of_row(p, a_smem, t, has_sequence), s, nullptr);
+    if (ordinary) ordinary = unshifted_row_sums<T, kSoftmax>(rows, row, counts_of_row(p, a_smem, t, has_sequence), s);
     __syncwarp();
     fetch(t - num_warps);
     if (ordinary) {

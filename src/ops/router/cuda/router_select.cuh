@@ -364,6 +364,7 @@ __device__ __forceinline__ bool finish_row(const RouterForwardParams& p, const f
 template <class T, int kCandidates>
 __device__ __noinline__ void route_exactly(const RouterForwardParams& p, const float* bias_smem, int t, WarpScratch<kCandidates>& scratch,
                                            std::uint32_t* hist) {
+  __syncwarp();  // the list may still be read by other lanes
   const RouterRows& rows = p.rows;
   const T* row = row_of<T>(rows, t);
   float row_max = -kInfinity, row_sum = 0.0f;

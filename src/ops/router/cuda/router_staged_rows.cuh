@@ -32,11 +32,61 @@ inline StagedShape staged_shape(const DeviceLimits& limits, std::size_t fixed, s
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Sums of this lane's entries without a shift (t = e^x), in one pass. False where the row is not ordinary: an entry that is not
-// finite, or a largest entry outside [-16, 16], where e^x would lose accuracy. The sums are not reduced over the lanes. kStore: t is
-// written to out [E] (may be the row itself for fp32).
+// Masked and non-finite entries become -Inf, in place.
+template <class T>
+__device__ __noinline__ void exclude_entries(const RouterRows& rows, T* row) {
+  for (int e = static_cast<int>(threadIdx.x) & 31; e < rows.E; e += 32) {
+    if (!scalar::is_finite(to_float(row[e])) || (rows.mask != nullptr && rows.mask[e] != 0)) row[e] = static_cast<T>(-kInfinity);
+  }
+  ptx::fence_async_proxy();
+  __syncwarp();
+}
+
+// Largest entry of the row that exists; leaves the others -Inf.
+template <class T>
+__device__ __forceinline__ float staged_row_max(const RouterRows& rows, T* row) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  if (rows.mask != nullptr) exclude_entries(rows, row);
+  float largest = -kInfinity, poison = 0.0f;
+#pragma unroll 3
+  for (int e = lane * 4; e < rows.E; e += 128) {
+    float x[4];
+    load4<T, false>(row + e, x);
+    largest = fmaxf(largest, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) poison = __fmaf_rn(x[i], 0.0f, poison);
+  }
+  if (__any_sync(ptx::kFullWarp, poison != poison) && rows.mask == nullptr) {
+    exclude_entries(rows, row);
+    largest = -kInfinity;
+#pragma unroll 1
+    for (int e = lane; e < rows.E; e += 32) largest = fmaxf(largest, to_float(row[e]));
+  }
+  return warp_max(largest);
+}
+
+// Sums of a fast row; t is written to `out` [E] when given (may be the row itself for fp32).
 template <class T, bool kSoftmax, bool kStore>
-__device__ __forceinline__ bool unshifted_row_sums(const RouterRows& rows, const T* row, const RowFactors& factors, RowSums& s, float* out) {
+__device__ __forceinline__ RowSums staged_row_sums(const RouterRows& rows, const T* row, const RowFactors& factors, float row_max, float* out) {
+  RowSums s;
+  s.max = row_max;
+  const float shift = kSoftmax ? row_max : 0.0f;
+#pragma unroll 2
+  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < rows.E; e += 128) {
+    float x[4], a[4];
+    load4<T, false>(row + e, x);
+    factors.at4(e, a);
+    add_fast<kSoftmax>(s, x, a, shift);
+    if (kStore) *reinterpret_cast<float4*>(out + e) = make_float4(x[0], x[1], x[2], x[3]);
+  }
+  reduce_sums<kSoftmax>(s);
+  return s;
+}
+
+// Sums of this lane's entries without a shift (t = e^x), in one pass. False where the row is not ordinary: an entry that is not
+// finite, or a largest entry outside [-16, 16], where e^x would lose accuracy. The sums are not reduced over the lanes.
+template <class T, bool kSoftmax>
+__device__ __forceinline__ bool unshifted_row_sums(const RouterRows& rows, const T* row, const RowFactors& factors, RowSums& s) {
   float largest = -kInfinity, poison = 0.0f;
 #pragma unroll 3
   for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < rows.E; e += 128) {
@@ -47,7 +97,6 @@ __device__ __forceinline__ bool unshifted_row_sums(const RouterRows& rows, const
 #pragma unroll
     for (int i = 0; i < 4; ++i) poison = __fmaf_rn(x[i], 0.0f, poison);
     add_fast<kSoftmax>(s, x, a, 0.0f);
-    if (kStore) *reinterpret_cast<float4*>(out + e) = make_float4(x[0], x[1], x[2], x[3]);
   }
   const float row_max = warp_max(largest);
   s.max = 0.0f;  // the shift of exp_sum
