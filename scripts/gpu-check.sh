@@ -31,39 +31,43 @@ if [ -z "$bin" ]; then
 fi
 checks=()
 note() { checks+=("\"$1\": \"$2\""); printf '%-44s %s\n' "$1" "$2"; [ "$2" = passed ] || [ "${2#skipped}" != "$2" ] || failed=1; }
-run() {  # name, command...
-  local name=$1 log
+file_of() { echo "$work/$(echo "$1" | tr -c 'a-z0-9\n' '_')"; }
+start() { # name, command...: in the background; collect() reports it
+  local file
+  file=$(file_of "$1")
+  names+=("$1")
   shift
-  log=$work/$(echo "$name" | tr -c 'a-z0-9\n' '_').log
-  if "$@" >"$log" 2>&1; then note "$name" passed; else note "$name" "failed"; tail -30 "$log" >&2; fi
+  ("$@" >"$file.log" 2>&1; echo $? >"$file.rc") &
 }
+collect() {
+  local name file
+  wait
+  for name in "${names[@]}"; do
+    file=$(file_of "$name")
+    if [ "$(cat "$file.rc")" = 0 ]; then note "$name" passed; else note "$name" failed; tail -20 "$file.log" >&2; fi
+  done
+  names=()
+}
+names=()
+# Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
 for program in test_cuda_router test_cuda_fabric; do
-  [ -x "$bin/$program" ] && run "$program" "$bin/$program"
+  [ -x "$bin/$program" ] && start "$program" "$bin/$program"
 done
 if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2'
   if command -v compute-sanitizer >/dev/null; then
-    # All six at once: each is bound by one CPU thread.
     for tool in memcheck racecheck initcheck; do
-      for program in router fabric; do
-        filter=small_$program
-        (timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_$program" --gtest_filter="${!filter}" >"$work/${tool}_$program.log" 2>&1
-          echo $? >"$work/${tool}_$program.rc") &
-      done
-    done
-    wait
-    for tool in memcheck racecheck initcheck; do
-      for program in router fabric; do
-        rc=$(cat "$work/${tool}_$program.rc")
-        if [ "$rc" = 0 ]; then note "$tool $program" passed; else note "$tool $program" "failed"; tail -12 "$work/${tool}_$program.log" >&2; fi
-      done
+      start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router"
+      start "$tool fabric" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
     done
   else
     note sanitizer "skipped: compute-sanitizer is not installed"
   fi
 fi
-run "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
+collect
+start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
+collect
 peers=
 if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
 (IFS=,; echo "{${checks[*]}}") >"$work/checks.json"

@@ -16,10 +16,18 @@
 namespace waybill::cuda {
 namespace {
 
-#define WB_CUBLASLT_FUNCTIONS(F)                                                                                                                  \
-  F(cublasLtCreate)                                                                                                                               \
-  F(cublasLtMatmul) F(cublasLtMatmulDescCreate) F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate) F(cublasLtMatmulPreferenceCreate) \
-      F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulPreferenceDestroy) F(cublasLtMatmulAlgoGetHeuristic)
+// clang-format off
+#define WB_CUBLASLT_FUNCTIONS(F) \
+  F(cublasLtCreate) \
+  F(cublasLtMatmul) \
+  F(cublasLtMatmulDescCreate) \
+  F(cublasLtMatmulDescSetAttribute) \
+  F(cublasLtMatrixLayoutCreate) \
+  F(cublasLtMatmulPreferenceCreate) \
+  F(cublasLtMatmulPreferenceSetAttribute) \
+  F(cublasLtMatmulPreferenceDestroy) \
+  F(cublasLtMatmulAlgoGetHeuristic)
+// clang-format on
 
 // The functions, looked up once.
 struct CublasLt {
