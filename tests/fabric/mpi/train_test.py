@@ -45,14 +45,15 @@ def main():
         text = os.path.join(folder, "text.txt")
         with open(text, "w", encoding="ascii") as out:
             out.write(made_text(4000))
-        settings = {"parallel.P": 2, "parallel.D": 2, "train.steps": 4, "train.warmup_steps": 2, "train.checkpoint_every": 0, "train.eval_every": 2, "train.eval_sequences": 4,
+        settings = {"parallel.P": 2, "parallel.D": 2, "train.steps": 4, "train.warmup_steps": 2, "train.checkpoint_every": 0, "train.eval_every": 2,
+                    "train.eval_sequences": 4,
                     "train.final_eval_sequences": 4, "train.sample_tokens": 4, "train.measure_ceiling": "false", "train.threads": 1, "train.timeout_s": 40,
                     "moe.shared_F": 16}
 
         def train(command, run, **changes):
             sets = [word for key, value in {**settings, **changes}.items() for word in ("--set", f"{key}={value}")]
-            return subprocess.run([*command, "train", config, "--text", text, "--run-dir", os.path.join(folder, run), *sets], capture_output=True, text=True,
-                                  check=False, timeout=50)
+            words = [*command, "train", config, "--text", text, "--run-dir", os.path.join(folder, run), *sets]
+            return subprocess.run(words, capture_output=True, text=True, check=False, timeout=50)
 
         if case == "equal":
             for command, run in (([waybill], "threads"), (launch, "processes")):
