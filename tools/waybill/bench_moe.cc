@@ -79,6 +79,9 @@ class RankBench {
         pool_(threads_per_rank(options, shape.P)),
         memory_(shape, options.seed, fabric.rank(), T_) {}
 
+  // The routes of the last checked sparse stack: what a load that is not replayed looks like.
+  const Route& route() const { return route_; }
+
   std::vector<StackCost> run(const std::vector<NamedStack>& stacks) {
     std::vector<StackCost> costs;
     for (const NamedStack& stack : stacks) costs.push_back(check(stack));
@@ -102,6 +105,7 @@ class RankBench {
     backward(*stack, nullptr);
     StackCost cost;
     cost.counters = sum_over_ranks(fabric_, stack->counters());
+    if (named.config.kind == MoeStackKind::kSparse) route_ = Route::copy_of(stack->route().view());
     if (options_.no_check) return cost;
     const StackOutputs outputs = outputs_of(memory_, *stack);
     if (!has_wanted_) {
@@ -136,6 +140,7 @@ class RankBench {
   std::int64_t T_;
   ThreadPool pool_;
   StackMemory memory_;
+  Route route_;
   StackOutputs wanted_;  // the sparse stack's
   bool has_wanted_ = false;
 };
@@ -144,12 +149,13 @@ void run(const MoeBenchOptions& options) {
   const BenchOptions& common = options.common;
   const BenchShape shape = common.resolve();
   const bool replayed = common.load != "router";
-  const std::vector<Route> routes = replayed ? make_load(common, shape) : std::vector<Route>{};
+  std::vector<Route> routes = replayed ? make_load(common, shape) : std::vector<Route>(static_cast<std::size_t>(shape.P));
   const std::vector<NamedStack> stacks = bench_stacks(shape, options.stacks, !options.no_ablation);
   std::vector<StackCost> costs;
   run_ranks(shape.P, [&](Fabric& fabric) {
     RankBench bench(common, shape, replayed ? &routes[static_cast<std::size_t>(fabric.rank())] : nullptr, fabric);
     std::vector<StackCost> mine = bench.run(stacks);
+    if (!replayed) routes[static_cast<std::size_t>(fabric.rank())] = Route::copy_of(bench.route().view());
     if (fabric.rank() == 0) costs = std::move(mine);
   });
   BenchReport report(common, shape, threads_per_rank(common, shape.P));
@@ -159,8 +165,7 @@ void run(const MoeBenchOptions& options) {
   base.plan_included = true;
   base.floor_kind = "matmul rate";
   base.evidence = "MoE module";
-  if (replayed) base.load = summarise_load(common.load, views_of(routes));
-  base.load.name = common.load;
+  base.load = summarise_load(common.load, views_of(routes));
   const double flops = 6.0 * static_cast<double>(costs[0].counters.real_rows) * static_cast<double>(shape.H) * static_cast<double>(shape.F);
   const double ceiling = measure_matmul_ceiling() * 1e6;  // flops a microsecond, all usable cores
   base.flops = flops;
