@@ -118,7 +118,19 @@ TEST(DenseMapStack, EachChangeLowersItsOwnMetric) {
   EXPECT_EQ(dense.scores_visited, 64 * 16 * (1 + 3));
   EXPECT_EQ(fast.scores_visited, 64 * 16);
   EXPECT_EQ(fast.slots_visited, lists.slots_visited);
-  for (const MoeStackCounters* counters : {&compact, &slice, &lists, &fast}) EXPECT_EQ(counters->bytes.payload, dense.bytes.payload);
+  for (const MoeStackCounters* counters : {&dense, &compact, &slice, &lists, &fast}) {
+    EXPECT_EQ(counters->bytes.payload, dense.bytes.payload);
+    EXPECT_EQ(counters->bytes.combined, counters->bytes.payload);  // every row comes back, forward and backward
+  }
+  // Lists, exactly: own routes (T K), everyone's routes on each rank, then one pass over S for numbering, probabilities, two permutations,
+  // two sums and the returned gradients, and K routes of every sent row for the probabilities and their gradients.
+  const std::vector<std::int32_t> ids = run_stack(config, w, batch).ids;
+  std::int64_t rows = 0;
+  for (std::size_t t = 0; t < 64; ++t) {
+    const auto first = ids.begin() + static_cast<std::ptrdiff_t>(3 * t);
+    for (const bool upper : {false, true}) rows += std::any_of(first, first + 3, [&](std::int32_t id) { return (id >= 8) == upper; }) ? 1 : 0;
+  }
+  EXPECT_EQ(fast.slots_visited, 64 * 3 + 2 * 64 * 3 + 7 * 64 * 3 + 2 * 3 * rows);
 }
 
 // What a token lost is counted, and a token that lost nothing is the same as without drops.
