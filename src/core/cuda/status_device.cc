@@ -9,7 +9,11 @@ namespace waybill::cuda {
 
 static_assert(std::is_trivially_copyable_v<StatusWord>);
 
-DeviceStatus::DeviceStatus(int device) : memory_(sizeof(StatusWord), device) { clear(nullptr); }
+DeviceStatus::DeviceStatus(int device) : memory_(sizeof(StatusWord), device) {
+  const DeviceGuard guard(device);
+  clear(nullptr);
+  WB_TRY_CUDA(cudaStreamSynchronize(nullptr));  // other streams do not wait for this one
+}
 
 void DeviceStatus::clear(cudaStream_t stream) const {
   static const StatusWord kClear{};
