@@ -2,7 +2,8 @@
 // The CUDA router behind router_forward(), router_losses() and router_backward(): host side.
 //
 // All calls queue on call.stream.native and return; nothing waits for the device except losses() (it returns values; losses_device()
-// does not). Graph capturable once a call with the same device, stream and sizes has run (scratch is allocated then). Deterministic.
+// does not). Graph capturable once a call with the same device, stream and sizes has run (scratch is allocated then). A graph keeps the
+// scratch of the stream it was captured on: do not replay it while that stream runs other router calls. Deterministic.
 #pragma once
 
 #include <cuda_runtime_api.h>
