@@ -15,8 +15,8 @@ enum class ErrorCode : int {
   kInvalidArgument = 1,  // the caller's values break a documented rule
   kUnsupported = 2,      // legal, but no implementation accepts it; the message lists every refusal
   kOutOfMemory = 3,
-  kIo = 4,        // file missing, truncated, corrupt, disk full
-  kTimeout = 5,   // a cross-rank wait ran out; the message names rank, peer, phase, expected and seen
+  kIo = 4,          // file missing, truncated, corrupt, disk full
+  kTimeout = 5,     // a cross-rank wait ran out; the message names rank, peer, phase, expected and seen
   kPeerFailed = 6,  // another rank failed first; the message repeats its error
   kOverflow = 7,    // a receive budget was exceeded and the caller asked for an error
   kInternal = 8,    // our bug
@@ -40,10 +40,10 @@ class WB_API Error : public std::runtime_error {
 }  // namespace waybill
 
 // The caller's fault: WB_CHECK(K <= E, "K = {} exceeds E = {}", K, E).
-#define WB_CHECK(condition, ...)                                                                     \
-  do {                                                                                               \
-    if (!(condition)) [[unlikely]]                                                                   \
-      ::waybill::throw_error(::waybill::ErrorCode::kInvalidArgument, ::fmt::format(__VA_ARGS__));    \
+#define WB_CHECK(condition, ...)                                                                  \
+  do {                                                                                            \
+    if (!(condition)) [[unlikely]]                                                                \
+      ::waybill::throw_error(::waybill::ErrorCode::kInvalidArgument, ::fmt::format(__VA_ARGS__)); \
   } while (0)
 
 #define WB_FAIL(code, ...) ::waybill::throw_error((code), ::fmt::format(__VA_ARGS__))
@@ -52,10 +52,9 @@ class WB_API Error : public std::runtime_error {
 #if defined(NDEBUG)
 #define WB_ASSERT(condition) ((void)0)
 #else
-#define WB_ASSERT(condition)                                                                         \
-  do {                                                                                               \
-    if (!(condition)) [[unlikely]]                                                                   \
-      ::waybill::throw_error(::waybill::ErrorCode::kInternal,                                        \
-                             ::fmt::format("{}:{}: internal check failed: {}", __FILE__, __LINE__, #condition)); \
+#define WB_ASSERT(condition)                                                                                                                      \
+  do {                                                                                                                                            \
+    if (!(condition)) [[unlikely]]                                                                                                                \
+      ::waybill::throw_error(::waybill::ErrorCode::kInternal, ::fmt::format("{}:{}: internal check failed: {}", __FILE__, __LINE__, #condition)); \
   } while (0)
 #endif

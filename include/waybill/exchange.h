@@ -27,9 +27,9 @@ enum class Hierarchy : std::uint8_t {
 };
 
 struct ExchangeConfig {
-  std::int64_t H = 0;       // columns of a row
+  std::int64_t H = 0;  // columns of a row
   std::int64_t E = 0, K = 0;
-  std::int64_t T_max = 0;   // most tokens a rank may bring (captured mode must know it)
+  std::int64_t T_max = 0;  // most tokens a rank may bring (captured mode must know it)
   ExchangeMode mode = ExchangeMode::kEager;
   double receive_factor = 0;  // f: S <= ceil(f * T_max * K), R <= min(P * T_max, that S); 0 = worst case. Eager sizes exactly
   // What a rank's partial sum travels as. kBF16 at P > 1 rounds every rank's partial, the own rank's too, so that a token's
@@ -58,23 +58,31 @@ WB_API ReceiveBudget receive_budget(const ExchangeConfig& config, int P);
 // Bytes this rank sent to other ranks (not to itself), by kind and by distance, and what a dense-map design would have sent. What a
 // gateway of a two-level exchange passes on counts as its own.
 struct ExchangeBytes {
-  std::int64_t payload = 0;          // rows of dispatch
-  std::int64_t combined = 0;         // partial sums of combine
-  std::int64_t ids = 0;              // local ids
-  std::int64_t weights = 0;          // weights of plan and values of return_slot_values
-  std::int64_t counts = 0;           // sizes, slots per row, agreement on overflow
-  std::int64_t rows = 0;                   // rows of dispatch sent to other ranks
-  std::int64_t rows_between_nodes = 0;     // the part of `rows` that left the node
-  std::int64_t between_nodes = 0;          // the part of total() that left the node; the rest stayed inside
-  std::int64_t dense_route_map = 0;        // [T, E] byte map per rank
-  std::int64_t compact_route = 0;          // [T, K] ids
-  std::int64_t dense_probability_row = 0;  // rows * E * 4
+  std::int64_t payload = 0;                  // rows of dispatch
+  std::int64_t combined = 0;                 // partial sums of combine
+  std::int64_t ids = 0;                      // local ids
+  std::int64_t weights = 0;                  // weights of plan and values of return_slot_values
+  std::int64_t counts = 0;                   // sizes, slots per row, agreement on overflow
+  std::int64_t rows = 0;                     // rows of dispatch sent to other ranks
+  std::int64_t rows_between_nodes = 0;       // the part of `rows` that left the node
+  std::int64_t between_nodes = 0;            // the part of total() that left the node; the rest stayed inside
+  std::int64_t dense_route_map = 0;          // [T, E] byte map per rank
+  std::int64_t compact_route = 0;            // [T, K] ids
+  std::int64_t dense_probability_row = 0;    // rows * E * 4
   std::int64_t local_probability_slice = 0;  // rows * L * 4: the upper limit of a dense local slice; `weights` is what was sent
   void operator+=(const ExchangeBytes& o) {
-    payload += o.payload; combined += o.combined; ids += o.ids; weights += o.weights; counts += o.counts; rows += o.rows;
-    rows_between_nodes += o.rows_between_nodes; between_nodes += o.between_nodes;
-    dense_route_map += o.dense_route_map; compact_route += o.compact_route;
-    dense_probability_row += o.dense_probability_row; local_probability_slice += o.local_probability_slice;
+    payload += o.payload;
+    combined += o.combined;
+    ids += o.ids;
+    weights += o.weights;
+    counts += o.counts;
+    rows += o.rows;
+    rows_between_nodes += o.rows_between_nodes;
+    between_nodes += o.between_nodes;
+    dense_route_map += o.dense_route_map;
+    compact_route += o.compact_route;
+    dense_probability_row += o.dense_probability_row;
+    local_probability_slice += o.local_probability_slice;
   }
   std::int64_t total() const { return payload + combined + ids + weights + counts; }
   std::int64_t within_nodes() const { return total() - between_nodes; }
@@ -89,11 +97,11 @@ struct NodePlan {
   std::vector<std::int64_t> token_offsets;  // [T+1] into token_rows
   std::vector<std::int32_t> token_rows;     // node rows of a token in node order: what the source sums
   // As gateway: arrived rows by source rank, tokens ascending, and to which ranks of this node each goes on.
-  std::vector<std::int64_t> arrive_offsets;      // [P+1]
-  std::vector<std::int64_t> forward_offsets;     // [P+1] into forward_rows, by receiving rank
-  std::vector<std::int32_t> forward_rows;        // arrived row of each forward, ascending within a rank
-  std::vector<std::int64_t> row_forward_offsets; // [arrived rows + 1] into row_forwards
-  std::vector<std::int32_t> row_forwards;        // forwards of an arrived row in rank order: what the gateway sums
+  std::vector<std::int64_t> arrive_offsets;       // [P+1]
+  std::vector<std::int64_t> forward_offsets;      // [P+1] into forward_rows, by receiving rank
+  std::vector<std::int32_t> forward_rows;         // arrived row of each forward, ascending within a rank
+  std::vector<std::int64_t> row_forward_offsets;  // [arrived rows + 1] into row_forwards
+  std::vector<std::int32_t> row_forwards;         // forwards of an arrived row in rank order: what the gateway sums
 
   std::int64_t num_arrived() const { return arrive_offsets.empty() ? 0 : arrive_offsets.back(); }
   std::size_t bytes() const {
@@ -104,10 +112,10 @@ struct NodePlan {
 
 // What a dispatch leaves behind: both sides' plans. Kept for combine and for the backward pass; replaying it gives the same bytes.
 struct DispatchHandle {
-  RoutePlan plan;         // sender's side
-  ReceiveLayout layout;   // receiver's side
+  RoutePlan plan;        // sender's side
+  ReceiveLayout layout;  // receiver's side
   NodePlan nodes;
-  bool valid = true;      // false after an overflow on any rank of the group: results are declared invalid on every rank
+  bool valid = true;  // false after an overflow on any rank of the group: results are declared invalid on every rank
   // Captured mode: the largest demand of any rank of the group, so that every rank can choose the same larger budget.
   std::int64_t max_slot_demand = 0, max_row_demand = 0;
 };

@@ -12,18 +12,18 @@
 namespace waybill {
 
 enum class Phase : std::uint8_t {
-  kGate,       // gate GEMM
-  kRouter,     // scores, top-k, losses
-  kPlan,       // route plan and counts exchange
-  kDispatch,   // rows to the experts' ranks (and gradients back)
-  kExpertGemm, // grouped matmuls
-  kActivation, // SwiGLU and friends
-  kCombine,    // local reduce and rows back
-  kShared,     // shared experts, latent projections
+  kGate,        // gate GEMM
+  kRouter,      // scores, top-k, losses
+  kPlan,        // route plan and counts exchange
+  kDispatch,    // rows to the experts' ranks (and gradients back)
+  kExpertGemm,  // grouped matmuls
+  kActivation,  // SwiGLU and friends
+  kCombine,     // local reduce and rows back
+  kShared,      // shared experts, latent projections
   kAttention,
-  kDense,      // dense feed-forward, norms
-  kEmbedding,  // embedding, output projection, cross-entropy
-  kGradReduce, // gradient reduction over ranks
+  kDense,       // dense feed-forward, norms
+  kEmbedding,   // embedding, output projection, cross-entropy
+  kGradReduce,  // gradient reduction over ranks
   kOptimizer,
   kOther,
 };

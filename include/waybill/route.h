@@ -39,8 +39,10 @@ struct RouteView {
     return id_dtype == DType::kI16 ? static_cast<const std::int16_t*>(ids)[t * K + k] : static_cast<const std::int32_t*>(ids)[t * K + k];
   }
   void set_id(std::int64_t t, std::int64_t k, std::int32_t value) const {
-    if (id_dtype == DType::kI16) static_cast<std::int16_t*>(ids)[t * K + k] = static_cast<std::int16_t>(value);
-    else static_cast<std::int32_t*>(ids)[t * K + k] = value;
+    if (id_dtype == DType::kI16)
+      static_cast<std::int16_t*>(ids)[t * K + k] = static_cast<std::int16_t>(value);
+    else
+      static_cast<std::int32_t*>(ids)[t * K + k] = value;
   }
 };
 
@@ -59,7 +61,7 @@ class WB_API Route {
   std::int64_t E() const { return view_.E; }
   const RouteView& view() const { return view_; }
   operator const RouteView&() const { return view_; }
-  void recount();  // counts from ids; ids outside [0, E) are not counted
+  void recount();                                 // counts from ids; ids outside [0, E) are not counted
   static Route copy_of(const RouteView& source);  // host memory only; counts are computed where the source has none
 
  private:

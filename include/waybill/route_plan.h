@@ -55,13 +55,13 @@ WB_HD inline std::int64_t round_up(std::int64_t n, std::int64_t a) { return (n +
 struct ReceiveLayout {
   int P = 1;
   std::int64_t L = 0;
-  std::vector<std::int64_t> row_offsets;        // [P+1] rows from each source rank
-  std::vector<std::int64_t> row_slot_offsets;   // [R+1] row-order slots
-  std::vector<std::int64_t> slot_position;      // [S] row-order slot -> expert-order slot
-  std::vector<std::int32_t> expert_offsets;     // [L+1] CSR over expert-order slots (aligned layouts: padded starts)
-  std::vector<std::int32_t> expert_counts;      // [L] real slots, never padded
-  std::vector<std::int32_t> slot_row;           // [S_padded] row of an expert-order slot; -1 for a padding slot
-  std::vector<float> slot_weight;               // [S_padded] 0 for a padding slot
+  std::vector<std::int64_t> row_offsets;       // [P+1] rows from each source rank
+  std::vector<std::int64_t> row_slot_offsets;  // [R+1] row-order slots
+  std::vector<std::int64_t> slot_position;     // [S] row-order slot -> expert-order slot
+  std::vector<std::int32_t> expert_offsets;    // [L+1] CSR over expert-order slots (aligned layouts: padded starts)
+  std::vector<std::int32_t> expert_counts;     // [L] real slots, never padded
+  std::vector<std::int32_t> slot_row;          // [S_padded] row of an expert-order slot; -1 for a padding slot
+  std::vector<float> slot_weight;              // [S_padded] 0 for a padding slot
 
   std::int64_t R() const { return row_offsets.empty() ? 0 : row_offsets.back(); }
   std::int64_t S() const { return row_slot_offsets.empty() ? 0 : row_slot_offsets.back(); }  // real slots

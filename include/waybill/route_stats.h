@@ -25,9 +25,9 @@ struct RouteStats {
   std::vector<std::int64_t> counts;   // [E]
   std::int64_t min_count = 0, max_count = 0;
   double mean_count = 0;
-  std::int64_t num_idle_experts = 0;  // experts without a route
-  double entropy = 0;                 // of the load over experts, in nats; ln E when balanced
-  std::vector<HotExpert> hottest;     // at most 8, by count, ties by id
+  std::int64_t num_idle_experts = 0;     // experts without a route
+  double entropy = 0;                    // of the load over experts, in nats; ln E when balanced
+  std::vector<HotExpert> hottest;        // at most 8, by count, ties by id
   std::vector<std::int64_t> rank_rows;   // [P] deduplicated rows for each rank: a token counts once per rank
   std::vector<std::int64_t> rank_slots;  // [P] routes for each rank
 

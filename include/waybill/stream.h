@@ -9,8 +9,8 @@ namespace waybill {
 
 struct Stream {
   Device device{};
-  void* native = nullptr;       // cudaStream_t
-  ThreadPool* pool = nullptr;   // CPU: threads to use; null = the calling thread only
+  void* native = nullptr;      // cudaStream_t
+  ThreadPool* pool = nullptr;  // CPU: threads to use; null = the calling thread only
 
   static Stream cpu(ThreadPool* pool = nullptr) { return Stream{Device{}, nullptr, pool}; }
 };

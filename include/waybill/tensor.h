@@ -112,7 +112,7 @@ class WB_API AllocationTrace {
   ~AllocationTrace();
   AllocationTrace(const AllocationTrace&) = delete;
   AllocationTrace& operator=(const AllocationTrace&) = delete;
-  std::size_t count() const;                 // allocations
+  std::size_t count() const;                      // allocations
   std::size_t count_of(std::size_t bytes) const;  // allocations of exactly this size
   std::size_t largest_bytes() const;
   std::size_t total_bytes() const;

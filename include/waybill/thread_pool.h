@@ -30,8 +30,7 @@ class WB_API ThreadPool {
 };
 
 // Runs body over the pool, or in the calling thread when pool is null.
-inline void parallel_for(ThreadPool* pool, std::int64_t count, std::int64_t grain,
-                         const std::function<void(std::int64_t, std::int64_t)>& body) {
+inline void parallel_for(ThreadPool* pool, std::int64_t count, std::int64_t grain, const std::function<void(std::int64_t, std::int64_t)>& body) {
   if (count <= 0) return;
   if (pool == nullptr || pool->num_threads() == 1 || count <= grain) {
     body(0, count);

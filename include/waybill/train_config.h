@@ -44,8 +44,8 @@ struct TrainSettings {
 };
 
 struct ParallelSettings {
-  int P = 1;  // expert-parallel ranks of every MoE layer that does not say otherwise
-  int D = 1;  // replicas of an expert; the world has W = P * D ranks
+  int P = 1;               // expert-parallel ranks of every MoE layer that does not say otherwise
+  int D = 1;               // replicas of an expert; the world has W = P * D ranks
   int ranks_per_node = 0;  // node boundary for exchange.hierarchy; 0 = what the fabric sees (threads: one node; mpi: host names)
   int W() const { return P * D; }
 };

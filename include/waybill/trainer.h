@@ -20,7 +20,7 @@ struct TrainOptions {
   // calls train() with the same config and run_dir, on one file system. Rank 0 writes the folder's files (every rank its part of a
   // checkpoint), calls the observer and has the losses and the sample in its result. The bits are those of W threads.
   Fabric* world = nullptr;
-  bool reshard = false;                     // allow a resume at another P or D (weights and moments bit-equal, later losses within rounding)
+  bool reshard = false;  // allow a resume at another P or D (weights and moments bit-equal, later losses within rounding)
   // RUN/routes/step_00000001/layer_000/rank_000.route ...: every MoE layer's routes, a file a rank of the world, at step 1 and at every
   // multiple of this; 0 = none. Micro-batches after the first stand in layer_000_micro_01 and so on.
   std::int64_t record_routes_every = 0;

@@ -33,13 +33,18 @@ float nearest_by_search(float value) {
 TEST(DType, EveryFiniteCodeOfBothHalvesSurvivesARoundTrip) {
   for (std::uint32_t code = 0; code < 0x10000; ++code) {
     const auto bits = static_cast<std::uint16_t>(code);
-    if (!std::isnan(bf16::to_float(bits))) { EXPECT_EQ(bf16::from_float(bf16::to_float(bits)), bits); }
-    if (!std::isnan(f16::to_float(bits))) { EXPECT_EQ(f16::from_float(f16::to_float(bits)), bits); }
+    if (!std::isnan(bf16::to_float(bits))) {
+      EXPECT_EQ(bf16::from_float(bf16::to_float(bits)), bits);
+    }
+    if (!std::isnan(f16::to_float(bits))) {
+      EXPECT_EQ(f16::from_float(f16::to_float(bits)), bits);
+    }
   }
 }
 
 TEST(DType, RoundsToNearestEven) {
-  for (const float value : {1.00390625f, 1.01171875f, 3.14159265f, -2.7182818f, 1e-3f, 65519.0f, 5.9604645e-8f, 2.9e-8f, 6.1e-5f, 1.0009765625f, 1.00048828125f}) {
+  for (const float value :
+       {1.00390625f, 1.01171875f, 3.14159265f, -2.7182818f, 1e-3f, 65519.0f, 5.9604645e-8f, 2.9e-8f, 6.1e-5f, 1.0009765625f, 1.00048828125f}) {
     EXPECT_EQ(f16::to_float(f16::from_float(value)), nearest_by_search<f16>(value)) << value;
     EXPECT_EQ(bf16::to_float(bf16::from_float(value)), nearest_by_search<bf16>(value)) << value;
   }

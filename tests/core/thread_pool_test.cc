@@ -23,7 +23,11 @@ TEST(ThreadPool, VisitsEveryItemOnce) {
 
 TEST(ThreadPool, RethrowsAndStaysUsable) {
   ThreadPool pool(3);
-  EXPECT_THROW(pool.parallel_for(100, 1, [](std::int64_t begin, std::int64_t) { if (begin == 42) throw std::runtime_error("42"); }), std::runtime_error);
+  EXPECT_THROW(pool.parallel_for(100, 1,
+                                 [](std::int64_t begin, std::int64_t) {
+                                   if (begin == 42) throw std::runtime_error("42");
+                                 }),
+               std::runtime_error);
   std::atomic<int> sum{0};
   pool.parallel_for(10, 1, [&](std::int64_t begin, std::int64_t end) { sum += static_cast<int>(end - begin); });
   EXPECT_EQ(sum.load(), 10);
@@ -32,7 +36,8 @@ TEST(ThreadPool, RethrowsAndStaysUsable) {
 TEST(ThreadPool, ANestedCallRunsInTheCallingThread) {
   ThreadPool pool(2);
   std::atomic<int> total{0};
-  pool.parallel_for(4, 1, [&](std::int64_t, std::int64_t) { pool.parallel_for(5, 1, [&](std::int64_t b, std::int64_t e) { total += static_cast<int>(e - b); }); });
+  pool.parallel_for(4, 1,
+                    [&](std::int64_t, std::int64_t) { pool.parallel_for(5, 1, [&](std::int64_t b, std::int64_t e) { total += static_cast<int>(e - b); }); });
   EXPECT_EQ(total.load(), 20);
 }
 
