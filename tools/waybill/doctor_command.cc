@@ -10,6 +10,9 @@
 #include "doctor_selftest.h"
 #include "waybill/build_info.h"
 #include "waybill/mpi_fabric.h"
+#if defined(WAYBILL_WITH_CUDA)
+#include "core/cuda/device_report.h"
+#endif
 
 namespace waybill::cli {
 namespace {
@@ -41,6 +44,15 @@ void print_abilities() {
   if (!mpi_available()) fmt::print("does not run here: ranks as processes (built without MPI; Debian: libopenmpi-dev openmpi-bin, -DWAYBILL_MPI=ON)\n");
 }
 
+// In builds with CUDA: every GPU, which kernels run on it, driver, NCCL and multicast state, and how to mend what is missing.
+std::string gpu_report() {
+#if defined(WAYBILL_WITH_CUDA)
+  return cuda::describe(cuda::device_report());
+#else
+  return "";
+#endif
+}
+
 int print_self_checks(const std::vector<SelfCheckResult>& results) {
   double seconds = 0;
   int failed = 0;
@@ -58,6 +70,7 @@ nlohmann::json to_json(const std::vector<Finding>& findings, const std::vector<S
   const BuildInfo& info = build_info();
   nlohmann::json out = {{"version", info.version},       {"compiler", info.compiler}, {"build_type", info.build_type}, {"cpu_isas", info.cpu_isas},
                         {"cuda_archs", info.cuda_archs}, {"features", info.features}, {"simd", simd_level()},          {"mpi", mpi_available()}};
+  if (const std::string gpus = gpu_report(); !gpus.empty()) out["gpu_report"] = gpus;
   for (const Finding& finding : findings) {
     out["findings"].push_back({{"topic", finding.topic}, {"found", finding.found}, {"advice", finding.advice}, {"ok", finding.verdict == Verdict::kOk}});
   }
@@ -78,6 +91,7 @@ void run(bool selftest, bool json) {
   }
   fmt::print("{}\n", describe(build_info()));
   print_findings(findings);
+  fmt::print("{}", gpu_report());
   print_abilities();
   if (!selftest) return;
   if (const int code = print_self_checks(run_self_checks(engine_self_checks())); code != 0) throw CLI::RuntimeError(code);
