@@ -40,7 +40,13 @@ void print_abilities() {
   const bool has_cuda = !build_info().cuda_archs.empty();
   fmt::print("runs here: train, generate, bench, inspect, simulate on the CPU; expert-parallel ranks as threads of one process\n");
   if (mpi_available()) fmt::print("runs here: ranks as processes, also on several machines: mpirun -n W waybill train CONFIG\n");
-  if (!has_cuda) fmt::print("does not run here: GPU kernels (CPU build)\n");
+  if (!has_cuda) {
+    fmt::print("does not run here: GPU kernels (CPU build)\n");
+  } else {
+    fmt::print(
+        "does not run here: GPU kernels in train and bench (the CUDA router is a library of its own with tests and a benchmark; scripts/gpu-check.sh runs "
+        "them)\n");
+  }
   if (!mpi_available()) fmt::print("does not run here: ranks as processes (built without MPI; Debian: libopenmpi-dev openmpi-bin, -DWAYBILL_MPI=ON)\n");
 }
 

@@ -95,9 +95,9 @@ GpuInfo read_gpu(int index, int count, const Management& management) {
   if (cudaDeviceGetPCIBusId(bus, sizeof(bus), index) == cudaSuccess) gpu.num_nvlinks = management.num_nvlinks(bus);
   (void)cudaGetLastError();
   if (gpu.compute_major == 9) {
-    gpu.path = "sm_90a kernels", gpu.reason = "measured by scripts/gpu-check.sh";
+    gpu.path = "can run the sm_90a kernels";
   } else if (gpu.compute_major >= 8) {
-    gpu.path = "portable kernels", gpu.reason = "correct, no speed claim; needs a build with WAYBILL_CUDA_PORTABLE=ON";
+    gpu.path = "can run the portable kernels", gpu.reason = "correct, no speed claim; needs a build with WAYBILL_CUDA_PORTABLE=ON";
   } else {
     gpu.path = "none", gpu.reason = "compute capability 8.0 or newer is needed";
   }
@@ -160,10 +160,11 @@ std::string describe(const DeviceReport& report) {
   std::string text = fmt::format("driver {}, CUDA driver {}, CUDA runtime {}, NCCL {}\n", or_none(report.driver_version), or_none(report.cuda_driver),
                                  or_none(report.cuda_runtime), or_none(report.nccl_library));
   for (const GpuInfo& gpu : report.gpus) {
-    text += fmt::format("cuda:{} {}, sm_{}{}, {} SMs, {:.1f} of {:.1f} GiB free, L2 {} MiB, SM clock up to {} MHz, peers {}, NVLinks {}: {} ({})\n", gpu.index,
+    text += fmt::format("cuda:{} {}, sm_{}{}, {} SMs, {:.1f} of {:.1f} GiB free, L2 {} MiB, SM clock up to {} MHz, peers {}, NVLinks {}: {}{}\n", gpu.index,
                         gpu.name, gpu.compute_major, gpu.compute_minor, gpu.num_sms, static_cast<double>(gpu.free_bytes) / 1073741824.0,
                         static_cast<double>(gpu.total_bytes) / 1073741824.0, gpu.l2_bytes >> 20, gpu.sm_clock_mhz, gpu.peers.size(),
-                        gpu.num_nvlinks < 0 ? std::string("unknown") : std::to_string(gpu.num_nvlinks), gpu.path, gpu.reason);
+                        gpu.num_nvlinks < 0 ? std::string("unknown") : std::to_string(gpu.num_nvlinks), gpu.path,
+                        gpu.reason.empty() ? "" : " (" + gpu.reason + ")");
   }
   for (const Finding& finding : report.findings) {
     text += fmt::format("{}: {}{}\n", finding.level == Finding::kError ? "error" : (finding.level == Finding::kWarning ? "warning" : "ok"), finding.text,

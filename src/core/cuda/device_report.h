@@ -18,7 +18,7 @@ struct GpuInfo {
   int sm_clock_mhz = 0, memory_clock_mhz = 0;
   std::vector<int> peers;  // GPUs of this process whose memory it can reach
   int num_nvlinks = -1;    // active NVLinks; -1 = unknown
-  // Which path this build runs on it: "sm_90a kernels", "portable kernels" or "none", and why.
+  // Which kernels it can run: "can run the sm_90a kernels", "can run the portable kernels" or "none", and what limits them.
   std::string path, reason;
 };
 
