@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Router benchmark: checks every case against the CPU, then times it; prints a table and writes records as JSON lines.
+// Router benchmark: checks what it times against the CPU references (router_check.h), then times it; prints a table and writes records
+// as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
 //   bench_cuda_router OUT.jsonl [filter]
-// Floors: bytes of one read of the logits and one write of the outputs over 4.29 TB/s (the best row copy seen on this card).
+// Floors: bytes of one read of the logits and one write of the outputs over 4.29 TB/s, a fixed figure (docs/perf/router.md says where it
+// comes from). What this card copies is measured beside it: record "device_copy".
 #include <fmt/format.h>
 
 #include <cmath>
@@ -10,6 +12,7 @@
 #include <random>
 #include <string>
 
+#include "bench/cuda/router_check.h"
 #include "bench/cuda/timing.h"
 #include "core/cuda/status_device.h"
 #include "cuda/device_random.h"
@@ -92,52 +95,84 @@ class Bench {
     const RouterLossInputs li = loss_inputs();
     router_losses_device(router_impl::LossesCall{config_, l, in, r, li, stream()}, loss_.as<double>());
   }
-  void backward(int i, bool with_losses) const {
+  void backward(int i, bool with_losses, float loss_scale = 1.0f) const {
     const int set = i % sets_;
     const RouterInputs in = inputs(set);
     const RouteView r = route(set);
     const RouterLossConfig l = with_losses ? loss_config() : RouterLossConfig{};
     const RouterLossInputs li = with_losses ? loss_inputs() : RouterLossInputs{};
     const TensorView d(d_logits_[static_cast<std::size_t>(set)].data(), DType::kF32, {c_.T, c_.E}, device());
-    router_backward(router_impl::BackwardCall{config_, l, in, r, d_weights_[static_cast<std::size_t>(set)].as<float>(), li, 1.0f, d, stream()});
+    router_backward(router_impl::BackwardCall{config_, l, in, r, d_weights_[static_cast<std::size_t>(set)].as<float>(), li, loss_scale, d, stream()});
   }
 
-  // Ids of 64 rows spread over the batch against the CPU, and the number of routes.
-  bool check() const {
-    forward(0);
+  // Each check spoils the outputs of buffer set 0, runs the launch that is timed and compares (router_check.h). Run them in this order:
+  // losses and backward need the route and the counts of a forward pass.
+  bool check_forward(bool with_counts, bool portable) const {
+    for (const DeviceBuffer* buffer : {&ids_[0], &weights_[0], &counts_, &offsets_}) buffer->fill(0xff, stream_);
+    forward(0, with_counts, portable);
     stream_.synchronize();
-    std::vector<std::int32_t> counts(static_cast<std::size_t>(c_.E));
-    counts_.download(counts.data(), counts.size() * 4);
-    std::int64_t total = 0;
-    for (const std::int32_t n : counts) total += n;
-    if (total != c_.T * c_.K) return false;
-    std::vector<std::byte> row(static_cast<std::size_t>(c_.E) * size_bytes(dtype_));
-    std::vector<float> bias(static_cast<std::size_t>(c_.E));
-    bias_.download(bias.data(), bias.size() * 4);
-    for (int n = 0; n < 64; ++n) {
-      const std::int64_t t = (c_.T - 1) * n / 63;
-      WB_TRY_CUDA(cudaMemcpy(row.data(), logits_[0].as<std::byte>() + static_cast<std::size_t>(t) * row.size(), row.size(), cudaMemcpyDeviceToHost));
-      RouterInputs in;
-      in.logits = TensorView(row.data(), dtype_, {1, c_.E});
-      if (c_.bias) in.expert_bias = TensorView(bias.data(), DType::kF32, {c_.E});
-      std::vector<std::int16_t> want(static_cast<std::size_t>(c_.K)), got(want.size());
-      std::vector<float> weights(want.size()), got_weights(want.size());
-      RouterOutputs out;
-      out.route.T = 1, out.route.K = c_.K, out.route.E = c_.E, out.route.ids = want.data(), out.route.weights = weights.data();
-      router_impl::forward_ref(router_impl::ForwardCall{config_, in, out, Stream{}});
-      WB_TRY_CUDA(cudaMemcpy(got.data(), ids_[0].as<std::int16_t>() + t * c_.K, got.size() * 2, cudaMemcpyDeviceToHost));
-      WB_TRY_CUDA(cudaMemcpy(got_weights.data(), weights_[0].as<float>() + t * c_.K, got.size() * 4, cudaMemcpyDeviceToHost));
-      if (want != got) return false;
-      for (std::size_t k = 0; k < want.size(); ++k) {
-        if (!(std::abs(got_weights[k] - weights[k]) <= 2e-6f * weights[k])) return false;
-      }
-    }
-    return true;
+    const auto K = static_cast<std::size_t>(c_.K), E = static_cast<std::size_t>(c_.E);
+    const SampleInputs in(*this);
+    if (!route_matches(config_, in.inputs, sample_rows<std::int16_t>(ids_[0], c_.T, K), sample_rows<float>(weights_[0], c_.T, K))) return false;
+    return !with_counts || counts_match(c_.E, whole<std::int16_t>(ids_[0], routes()), whole<std::int32_t>(counts_, E), whole<std::int32_t>(offsets_, E + 1));
+  }
+  // With losses their gradients are scaled until they are as large as the routes' part, so that the bound sees them.
+  bool check_backward(bool with_losses) const {
+    const float loss_scale = with_losses ? static_cast<float>(elements()) : 1.0f;
+    d_logits_[0].fill(0xff, stream_);
+    backward(0, with_losses, loss_scale);
+    stream_.synchronize();
+    const auto K = static_cast<std::size_t>(c_.K), E = static_cast<std::size_t>(c_.E);
+    const SampleInputs in(*this);
+    std::vector<std::int16_t> ids = sample_rows<std::int16_t>(ids_[0], c_.T, K);
+    std::vector<float> weights = sample_rows<float>(weights_[0], c_.T, K);
+    const std::vector<float> d_weights = sample_rows<float>(d_weights_[0], c_.T, K);
+    const std::vector<std::int32_t> counts = whole<std::int32_t>(counts_, E);
+    RouteView sample;
+    sample.T = kSampleRows, sample.K = c_.K, sample.E = c_.E, sample.ids = ids.data(), sample.weights = weights.data();
+    const RouterLossConfig l = with_losses ? loss_config() : RouterLossConfig{};
+    RouterLossInputs li = loss_inputs();
+    li.aux_counts = counts.data();
+    std::vector<float> want(static_cast<std::size_t>(kSampleRows) * E);
+    const TensorView d = TensorView::of(want.data(), {kSampleRows, c_.E});
+    const router_impl::BackwardCall call{config_, l, in.inputs, sample, d_weights.data(), li, loss_scale, d, Stream{}};
+    router_impl::backward_ref(call);
+    return gradients_match(call, sample_rows<float>(d_logits_[0], c_.T, E));
+  }
+  // All rows.
+  bool check_losses() const {
+    loss_.fill(0xff, stream_);
+    losses(0);
+    stream_.synchronize();
+    std::vector<std::byte> logits = whole<std::byte>(logits_[0], logits_bytes());
+    const std::vector<std::int32_t> counts = whole<std::int32_t>(counts_, static_cast<std::size_t>(c_.E));
+    RouterInputs in;
+    in.logits = TensorView(logits.data(), dtype_, {c_.T, c_.E});
+    RouteView r;
+    r.T = c_.T, r.K = c_.K, r.E = c_.E;
+    const RouterLossConfig l = loss_config();
+    RouterLossInputs li = loss_inputs();
+    li.aux_counts = counts.data();
+    return losses_match(router_impl::LossesCall{config_, l, in, r, li, Stream{}}, whole<double>(loss_, 3));
   }
   Stream stream() const { return Stream{device(), stream_.get(), nullptr}; }
   const CudaStream& cuda_stream() const { return stream_; }
 
  private:
+  // The sampled rows' logits, and the bias, on the host.
+  struct SampleInputs {
+    explicit SampleInputs(const Bench& bench)
+        : logits(sample_rows<std::byte>(bench.logits_[0], bench.c_.T, static_cast<std::size_t>(bench.c_.E) * size_bytes(bench.dtype_))),
+          bias(whole<float>(bench.bias_, static_cast<std::size_t>(bench.c_.E))) {
+      inputs.logits = TensorView(logits.data(), bench.dtype_, {kSampleRows, bench.c_.E});
+      if (bench.c_.bias) inputs.expert_bias = TensorView(bias.data(), DType::kF32, {bench.c_.E});
+    }
+    SampleInputs(const SampleInputs&) = delete;
+    SampleInputs& operator=(const SampleInputs&) = delete;
+    std::vector<std::byte> logits;
+    std::vector<float> bias;
+    RouterInputs inputs;
+  };
   Case c_;
   DType dtype_;
   int sets_;
@@ -148,64 +183,120 @@ class Bench {
 };
 
 std::FILE* g_out = nullptr;
+bool g_all_match = true;
 
-void record(const std::string& op, const std::string& name, const std::string& variant, const Timing& t, double floor_us, double target_us, bool checked) {
-  fmt::print("{:<14} {:<44} {:<14} {:8.2f} us  spread {:6.2f}  floor {:6.2f}  x{:5.2f}  target {}{}{}\n", op, name, variant, t.p50, t.spread(), floor_us,
-             t.p50 / floor_us, target_us > 0 ? fmt::format("{:g}", target_us) : "-", target_us > 0 ? (t.p50 <= target_us ? " met" : " MISSED") : "",
-             checked ? "" : "  UNCHECKED");
+struct Row {
+  std::string op, name, variant;
+  double us;
+  const Timing* timing;  // null: a difference of two medians, which has no spread of its own
+  double floor_us, target_us;
+  bool checked;
+};
+
+std::string number_or_null(bool is_known, double value) { return is_known ? fmt::format("{:.3f}", value) : "null"; }
+
+void write_record(const Row& r) {
+  const Timing* t = r.timing;
+  g_all_match &= r.checked;
+  fmt::print("{:<14} {:<44} {:<14} {:8.2f} us  spread {:>6}  floor {:6.2f}  x{:5.2f}  target {}{}{}\n", r.op, r.name, r.variant, r.us,
+             t != nullptr ? fmt::format("{:.2f}", t->spread()) : "-", r.floor_us, r.us / r.floor_us, r.target_us > 0 ? fmt::format("{:g}", r.target_us) : "-",
+             r.target_us > 0 ? (r.us <= r.target_us ? " met" : " MISSED") : "", r.checked ? "" : "  UNCHECKED");
   fmt::print(g_out,
-             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
-             "\"target\":{},"
-             "\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":{:.3f},\"iterations\":{}}}\n",
-             op, name, variant, t.p50, t.spread(), floor_us, target_us > 0 ? fmt::format("{}", target_us) : "null", checked ? "true" : "false", t.p50, t.p99,
-             t.iterations * t.replays);
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{},\"floor\":{:.3f},"
+             "\"target\":{},\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":{},\"iterations\":{}}}\n",
+             r.op, r.name, r.variant, r.us, number_or_null(t != nullptr, t != nullptr ? t->spread() : 0), r.floor_us,
+             r.target_us > 0 ? fmt::format("{}", r.target_us) : "null", r.checked ? "true" : "false", r.us,
+             number_or_null(t != nullptr, t != nullptr ? t->p99 : 0), t != nullptr ? std::to_string(t->iterations * t->replays) : "null");
   std::fflush(g_out);
 }
 
+void record(const std::string& op, const std::string& name, const std::string& variant, const Timing& t, double floor_us, double target_us, bool checked) {
+  write_record({op, name, variant, t.p50, &t, floor_us, target_us, checked});
+}
+
+void record_difference(const std::string& op, const std::string& name, const Timing& with, const Timing& without, double floor_us, double target_us,
+                       bool checked) {
+  write_record({op, name, "difference", with.p50 - without.p50, nullptr, floor_us, target_us, checked});
+}
+
+// What this card copies from device memory to device memory, bytes read and written counted; buffers larger than the L2.
+void measure_device_copy() {
+  constexpr std::size_t kBytes = std::size_t{256} << 20;
+  const DeviceBuffer from(kBytes), to(kBytes);
+  const CudaStream stream;
+  from.fill(0x5a, stream), to.fill(0, stream);
+  const auto copy = [&](int) { WB_TRY_CUDA(cudaMemcpyAsync(to.data(), from.data(), kBytes, cudaMemcpyDeviceToDevice, stream.get())); };
+  copy(0);
+  stream.synchronize();
+  const std::vector<std::uint8_t> copied = whole<std::uint8_t>(to, kBytes);
+  const bool checked = std::all_of(copied.begin(), copied.end(), [](std::uint8_t b) { return b == 0x5a; });
+  g_all_match &= checked;
+  const Timing t = time_captured(stream, 12, 20, copy);
+  const auto rate = [](double us) { return 2.0 * static_cast<double>(kBytes) / us * 1e-3; };
+  fmt::print("device_copy 256 MiB, read + written: {:.0f} GB/s\n", rate(t.p50));
+  fmt::print(g_out,
+             "{{\"op\":\"device_copy\",\"case\":\"cudaMemcpyAsync 256 MiB, read + written\",\"variant\":\"cold\",\"metric\":\"rate\",\"unit\":\"GB/s\","
+             "\"value\":{:.1f},\"spread\":{:.1f},\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.1f},"
+             "\"p99\":null,\"iterations\":{}}}\n",
+             rate(t.p50), rate(t.p10) - rate(t.p90), checked ? "true" : "false", rate(t.p50), t.iterations * t.replays);
+}
+
 const char* name_of(DType d) { return d == DType::kF32 ? "f32" : (d == DType::kBF16 ? "bf16" : "f16"); }
+
+struct Problem {
+  const Bench& bench;
+  std::string name;
+  DType dtype;
+  bool big;
+  double read_us, route_us, write_us;
+
+  Timing time(const std::function<void(int)>& body, int replays = 0) const {
+    return time_captured(bench.cuda_stream(), 12, replays > 0 ? replays : (big ? 30 : 60), body);
+  }
+};
+
+Timing run_forward(const Case& c, const Problem& p) {
+  const Bench& bench = p.bench;
+  const double floor = p.read_us + p.route_us;
+  const bool is_f32 = p.dtype == DType::kF32, with_portable = is_f32 && c.E >= 2304 && c.G == 1 && !c.bias;
+  const bool no_counts_checked = is_f32 && bench.check_forward(false, false), portable_checked = with_portable && bench.check_forward(true, true);
+  const bool checked = bench.check_forward(true, false);
+  const Timing cold = p.time([&](int i) { bench.forward(i); });
+  record("router_fwd", p.name, "cold", cold, floor, is_f32 ? c.target_us : 0, checked);
+  if (!p.big) record("router_fwd", p.name, "warm", p.time([&](int) { bench.forward(0); }), floor, 0, checked);
+  if (is_f32) record("router_fwd", p.name, "cold, no counts", p.time([&](int i) { bench.forward(i, false); }), floor, 0, no_counts_checked);
+  if (with_portable) record("router_fwd", p.name, "portable", p.time([&](int i) { bench.forward(i, true, true); }, 3), floor, 0, portable_checked);
+  return cold;
+}
 
 void run(const Case& c, DType dtype, bool backward, double sparse_target, double dense_target) {
   const bool big = c.T * c.E > (1 << 23);
   const int sets = big ? 3 : 12;
   const Bench bench(c, dtype, sets);
-  const std::string name = fmt::format("{} {}", c.name, name_of(dtype));
-  const bool checked = bench.check();
-  const int replays = big ? 30 : 60;
-  const double read_us = static_cast<double>(bench.logits_bytes()) / kBytesPerUs, route_us = static_cast<double>(bench.routes() * 6) / kBytesPerUs;
-  const double write_us = static_cast<double>(bench.elements() * 4) / kBytesPerUs;
-  for (int i = 0; i < sets; ++i) bench.forward(i);
-  const Timing cold = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i); });
-  record("router_fwd", name, "cold", cold, read_us + route_us, dtype == DType::kF32 ? c.target_us : 0, checked);
-  if (!big) record("router_fwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.forward(0); }), read_us + route_us, 0, checked);
-  if (dtype == DType::kF32) {
-    record("router_fwd", name, "cold, no counts", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i, false); }), read_us + route_us,
-           0, checked);
-    if (c.E >= 2304 && c.G == 1 && !c.bias) {
-      record("router_fwd", name, "portable", time_captured(bench.cuda_stream(), 12, 3, [&](int i) { bench.forward(i, true, true); }), read_us + route_us, 0,
-             checked);
-    }
-  }
+  const Problem p{bench,
+                  fmt::format("{} {}", c.name, name_of(dtype)),
+                  dtype,
+                  big,
+                  static_cast<double>(bench.logits_bytes()) / kBytesPerUs,
+                  static_cast<double>(bench.routes() * 6) / kBytesPerUs,
+                  static_cast<double>(bench.elements() * 4) / kBytesPerUs};
+  const Timing cold = run_forward(c, p);
   if (!backward) return;
-  const bool dense = c.score == ScoreFunction::kSoftmax && !c.renormalise;
-  const double floor = write_us + (dense ? read_us : 0) + 14.0 / 6.0 * route_us;
-  record("router_bwd", name, "cold", time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, false); }), floor,
-         dtype == DType::kF32 ? (dense ? dense_target : sparse_target) : 0, checked);
-  if (!big)
-    record("router_bwd", name, "warm", time_captured(bench.cuda_stream(), 12, replays, [&](int) { bench.backward(0, false); }), floor,
-           dtype == DType::kF32 && !dense && c.E == 256 ? 4.5 : 0, checked);
+  const bool dense = c.score == ScoreFunction::kSoftmax && !c.renormalise, is_f32 = dtype == DType::kF32;
+  for (int i = sets - 1; i >= 0; --i) bench.forward(i);  // every set's route, and the counts of set 0
+  const bool checked = bench.check_backward(false);
+  const double floor = p.write_us + (dense ? p.read_us : 0) + 14.0 / 6.0 * p.route_us;
+  record("router_bwd", p.name, "cold", p.time([&](int i) { bench.backward(i, false); }), floor, is_f32 ? (dense ? dense_target : sparse_target) : 0, checked);
+  if (!big) record("router_bwd", p.name, "warm", p.time([&](int) { bench.backward(0, false); }), floor, is_f32 && !dense && c.E == 256 ? 4.5 : 0, checked);
   if (c.E < 256) return;
-  const Timing both = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.forward(i), bench.losses(i); });
-  record("router_fwd+loss", name, "cold", both, read_us + route_us, 0, checked);
-  Timing on_top = both;
-  on_top.p50 = both.p50 - cold.p50;
-  record("losses on fwd", name, "difference", on_top, read_us, dtype == DType::kF32 && c.E == 2304 ? 15 : 0, checked);
-  const Timing plain_backward = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, false); });
-  const Timing loss_backward = time_captured(bench.cuda_stream(), 12, replays, [&](int i) { bench.backward(i, true); });
-  record("router_bwd+loss", name, "cold", loss_backward, write_us + read_us, 0, checked);
-  if (dense) return;
-  Timing extra = loss_backward;
-  extra.p50 = loss_backward.p50 - plain_backward.p50;
-  record("losses on bwd", name, "difference", extra, read_us, dtype == DType::kF32 && c.E == 2304 ? 25 : 0, checked);
+  const bool losses_checked = bench.check_losses(), both_checked = bench.check_backward(true);
+  const Timing both = p.time([&](int i) { bench.forward(i), bench.losses(i); });
+  record("router_fwd+loss", p.name, "cold", both, p.read_us + p.route_us, 0, losses_checked);
+  record_difference("losses on fwd", p.name, both, cold, p.read_us, is_f32 && c.E == 2304 ? 15 : 0, losses_checked);
+  const Timing plain_backward = p.time([&](int i) { bench.backward(i, false); });
+  const Timing loss_backward = p.time([&](int i) { bench.backward(i, true); });
+  record("router_bwd+loss", p.name, "cold", loss_backward, p.write_us + p.read_us, 0, both_checked);
+  if (!dense) record_difference("losses on bwd", p.name, loss_backward, plain_backward, p.read_us, is_f32 && c.E == 2304 ? 25 : 0, checked && both_checked);
 }
 
 int main_checked(int argc, char** argv) {
@@ -227,6 +318,7 @@ int main_checked(int argc, char** argv) {
       {"T16384 E128 K8 sigmoid", 16384, 128, 8, S::kSigmoid, true, 1, 1, false, 9},
       {"T16384 E128 K8 softmax", 16384, 128, 8, S::kSoftmax, false, 1, 1, false, 9},
   };
+  measure_device_copy();
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     for (const Case& c : cases) {
       if (!filter.empty() && std::string(c.name).find(filter) == std::string::npos) continue;
@@ -235,7 +327,7 @@ int main_checked(int argc, char** argv) {
     }
   }
   std::fclose(g_out);
-  return 0;
+  return g_all_match ? 0 : 1;
 }
 
 }  // namespace
