@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Hash of the sources that a GPU result depends on: CUDA code of src, and its tests and benchmarks. Prints it, or per area.
+"""Hash of the sources that a GPU result depends on: CUDA code of src with the headers and references it is held to, and the tests and
+benchmarks in tests/cuda and bench/cuda. Prints it, or per area.
 
   scripts/cuda_sources_hash.py [area]     area: router, fabric, ... (default: everything)
 """
@@ -9,21 +10,21 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What a result of the area is made from. core/cuda and the shared scalar code belong to every area.
-SHARED = ("src/core/cuda", "src/core/scalar_math.h", "bench/cuda/timing.h")
+# What a result of the area is made from; folders or patterns. core/cuda, the shared scalar code, tests and benchmarks belong to every area.
+SHARED = ("src/core/cuda", "src/core/scalar_math.h", "bench/cuda", "tests/cuda")
 AREAS = {
-    "router": ("src/ops/router/cuda", "bench/cuda/router_bench.cc"),
+    "router": ("src/ops/router/cuda", "src/ops/router/*.h", "src/ops/router/router_ref.cc", "include/waybill/router.h"),
     "fabric": ("src/fabric/cuda_local",),
 }
 
 
 def files(paths):
     for path in paths:
-        full = ROOT / path
-        if full.is_dir():
-            yield from (p for p in full.rglob("*") if p.suffix in {".h", ".cc", ".cu", ".cuh"})
-        elif full.exists():
-            yield full
+        for full in ROOT.glob(path):
+            if full.is_dir():
+                yield from (p for p in full.rglob("*") if p.suffix in {".h", ".cc", ".cu", ".cuh", ".py"})
+            else:
+                yield full
 
 
 def sources_hash(area=None):

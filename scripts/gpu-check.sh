@@ -8,6 +8,7 @@
 #     --out DIR   also copy logs and results there
 #     --quick     no sanitizer
 #   scripts/gpu-check.sh --check    CI, no GPU: docs/performance.md matches the results; lists results older than the sources
+# A run with a failed check still writes its results; the page then says that they do not count.
 # Environment: WAYBILL_GPU_DEPS (see scripts/gpu_build.sh), NVCC, PYTHON (the python3 that holds torch, for the peer).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -50,8 +51,12 @@ collect() {
 }
 names=()
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric; do
-  [ -x "$bin/$program" ] && start "$program" "$bin/$program"
+for program in test_cuda_router test_cuda_fabric bench_cuda_router; do
+  if [ ! -x "$bin/$program" ]; then
+    note "$program" "failed: not built"
+  elif [ "$program" != bench_cuda_router ]; then
+    start "$program" "$bin/$program"
+  fi
 done
 if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'

@@ -3,7 +3,7 @@
 """Writes bench/results/<gpu>/<area>.json from what one scripts/gpu-check.sh run left behind.
 
   scripts/gpu_results.py AREA RECORDS.jsonl [PEERS.jsonl] --checks CHECKS.json [--out DIR]
-Records: one JSON object a line (bench_cuda_<area>). Peers: {"case": ..., "peers": {...}}; matched by the start of a record's case.
+Records: one JSON object a line (bench_cuda_<area>); spread, p99, floor and target may be null. Peers: {"case": ..., "peers": {...}}; matched by the start of a record's case.
 """
 import argparse
 import datetime
@@ -46,7 +46,9 @@ def main():
     parser.add_argument("--out", default=str(ROOT / "bench/results"))
     args = parser.parse_args()
     records = lines(args.records)
+    torch = ""
     for peer in lines(args.peers) if args.peers else []:
+        torch = peer.get("torch_version", torch)
         for record in records:
             # The peer computes fp32 logits' ids and weights; variants with bias or groups have no counterpart.
             if record["op"] == "router_fwd" and record["case"] == peer["case"] + " f32":
@@ -61,6 +63,7 @@ def main():
         "gpu": gpu,
         "driver": smi("driver_version"),
         "cuda": cuda.group(1) if cuda else "",
+        "torch": torch,  # of the peers; empty: no peer ran
         "clocks": {"sm_mhz": smi("clocks.sm"), "memory_mhz": smi("clocks.mem"), "sm_max_mhz": smi("clocks.max.sm")},
         "method": "captured: one CUDA graph of 12 launches over rotating buffers (cold) or one buffer (warm), median of its replays divided by 12",
         "checks": json.loads(pathlib.Path(args.checks).read_text(encoding="utf-8")) if args.checks else {},
