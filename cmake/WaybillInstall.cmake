@@ -8,7 +8,9 @@ if(NOT CMAKE_MATCH_1 STREQUAL PROJECT_VERSION)
   message(FATAL_ERROR "CMakeLists.txt says version ${PROJECT_VERSION}, include/waybill/version.h says ${CMAKE_MATCH_1}; make them equal.")
 endif()
 
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/waybill DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+# Not installed: headers of what libwaybill.so does not hold (the MPI engine, the designs of the comparison).
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/waybill DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h"
+  PATTERN mpi_fabric.h EXCLUDE PATTERN baselines.h EXCLUDE)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/configs DESTINATION ${CMAKE_INSTALL_DATADIR}/waybill FILES_MATCHING PATTERN "*.toml")
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/bench/shapes DESTINATION ${CMAKE_INSTALL_DATADIR}/waybill FILES_MATCHING PATTERN "*.toml")
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

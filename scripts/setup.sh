@@ -30,7 +30,6 @@ binutils|symbol check of the shared library
 libopenmpi-dev|MPI engine and its tests
 openmpi-bin|mpirun of the MPI tests
 iproute2|network namespaces of the MPI failure tests
-bible-kjv|text of the training test
 python3|check scripts and report test
 python3-venv|private Python environment for the report test
 ccache|faster rebuilds'
