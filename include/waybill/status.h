@@ -31,6 +31,9 @@ struct StatusWord {
 
   bool overflowed() const { return (flags & (kStatusSlotOverflow | kStatusRowOverflow)) != 0; }
   void clear() { *this = StatusWord{}; }
+  // Takes in what another word recorded: flags are OR-ed, demands and capacities keep their maximum, counters add up, and of several
+  // timeouts the first stays.
+  WB_API void merge(const StatusWord& other);
 };
 
 // "slots 512 of 300, rows 128 of 128", for logs and errors.

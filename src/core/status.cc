@@ -3,7 +3,27 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 namespace waybill {
+
+void StatusWord::merge(const StatusWord& other) {
+  if ((other.flags & kStatusTimeout) != 0 && (flags & kStatusTimeout) == 0) {
+    timeout_rank = other.timeout_rank;
+    timeout_peer = other.timeout_peer;
+    timeout_phase = other.timeout_phase;
+    timeout_expected = other.timeout_expected;
+    timeout_seen = other.timeout_seen;
+  }
+  flags |= other.flags;
+  slot_demand = std::max(slot_demand, other.slot_demand);
+  slot_capacity = std::max(slot_capacity, other.slot_capacity);
+  row_demand = std::max(row_demand, other.row_demand);
+  row_capacity = std::max(row_capacity, other.row_capacity);
+  num_bad_ids += other.num_bad_ids;
+  num_nonfinite_rows += other.num_nonfinite_rows;
+  num_short_rows += other.num_short_rows;
+}
 
 std::string describe(const StatusWord& status) {
   if (status.flags == kStatusOk && status.num_bad_ids == 0 && status.num_nonfinite_rows == 0 && status.num_short_rows == 0) return "ok";

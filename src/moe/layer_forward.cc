@@ -11,24 +11,6 @@
 namespace waybill {
 namespace {
 
-void merge_status(StatusWord& into, const StatusWord& from) {
-  into.flags |= from.flags;
-  if ((from.flags & kStatusTimeout) != 0) {
-    into.timeout_rank = from.timeout_rank;
-    into.timeout_peer = from.timeout_peer;
-    into.timeout_phase = from.timeout_phase;
-    into.timeout_expected = from.timeout_expected;
-    into.timeout_seen = from.timeout_seen;
-  }
-  into.slot_demand = std::max(into.slot_demand, from.slot_demand);
-  into.row_demand = std::max(into.row_demand, from.row_demand);
-  into.slot_capacity = std::max(into.slot_capacity, from.slot_capacity);
-  into.row_capacity = std::max(into.row_capacity, from.row_capacity);
-  into.num_bad_ids += from.num_bad_ids;
-  into.num_nonfinite_rows += from.num_nonfinite_rows;
-  into.num_short_rows += from.num_short_rows;
-}
-
 void fill_zero(const TensorView& view) { std::fill_n(view.as<float>(), view.size(), 0.0f); }
 
 // Totals as the router wants them; a step of 2^31 routes to one expert is refused, not wrapped.
@@ -241,7 +223,7 @@ void MoeLayer::Impl::plan(const Forward& f) {
   f.step.max_slot_demand = f.saved.handle.exchange.max_slot_demand;
   f.step.max_row_demand = f.saved.handle.exchange.max_row_demand;
   if (compact != nullptr) {
-    merge_status(f.step.status, compact->exchange().status());
+    f.step.status.merge(compact->exchange().status());
     compact->exchange().status().clear();
   }
   f.step.slots = f.saved.handle.layout().S();
@@ -292,7 +274,7 @@ void MoeLayer::Impl::finish(const Forward& f) {
     seen.num_nonfinite_rows = seen.num_short_rows = 0;  // counters belong to training steps; an overflow is never silent
     path(f.step).reset_bytes();
   }
-  merge_status(status, seen);
+  status.merge(seen);
   if (!f.options.training) return;
   count_bytes(path(f.step));
   expert_flops += moe::expert_forward_flops(config, f.step.slots);
