@@ -3,7 +3,7 @@
 // accepts runs, the plain reference stands last. Selection is a function of the call alone, so it is the same on every rank.
 //
 //   WB_FORCE=<op>:<name>[,<op>:<name>...]  takes one entry of an op's list; it must accept the call
-//   WB_LOG=select                          logs (kDebug) what was chosen and why the entries before it refused
+//   WB_LOG=select                          logs (kInfo) what was chosen and why the entries before it refused
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,8 @@ struct Implementation {
   Result (*run)(const Arguments&);
 };
 
-// The name WB_FORCE gives for `op`; empty when it gives none.
+// The name WB_FORCE gives for `op`; empty when it gives none. kInvalidArgument where WB_FORCE is malformed or names an op that does
+// not exist, whichever op asks.
 std::string forced_implementation(const char* op);
 bool selection_is_logged();
 void log_selection(const char* op, const char* name, const std::string& refusals);

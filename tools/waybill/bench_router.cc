@@ -9,6 +9,7 @@
 #include "bench_record.h"
 #include "bench_verbs.h"
 #include "ops/router/router_impl.h"
+#include "waybill/log.h"
 #include "waybill/route_io.h"
 
 namespace waybill::cli {
@@ -46,7 +47,14 @@ struct RouterProblem {
   }
 };
 
-// Ids equal to the bit, weights and gradients within fp32 rounding of the reference.
+// The z-loss within 1e-5 of the reference.
+void check_losses(RouterProblem& problem, const RouteView& route, Stream stream) {
+  const double wanted = router_impl::losses_ref({problem.config, problem.losses, problem.inputs, route, {}, {}}).z;
+  const double seen = router_losses(problem.config, problem.losses, problem.inputs, problem.route, {}, stream).z;
+  WB_CHECK(std::abs(seen - wanted) <= 1e-5 * std::abs(wanted), "z-loss {} where the reference has {}", seen, wanted);
+}
+
+// Ids equal to the bit, weights, gradients and losses within fp32 rounding of the reference.
 void check(RouterProblem& problem, Stream stream) {
   const std::int64_t T = problem.shape.T, K = problem.shape.K, E = problem.shape.E;
   Route expected(T, K, E);
@@ -69,10 +77,13 @@ void check(RouterProblem& problem, Stream stream) {
     WB_CHECK(std::abs(seen - wanted) <= 1e-6f + 1e-5f * std::abs(wanted), "gradient of token {}, expert {}: {} where the reference has {}", i / E, i % E, seen,
              wanted);
   }
+  check_losses(problem, expected.view(), stream);
 }
 
 void run(const BenchOptions& options) {
+  // chosen_implementation() reads the lines of WB_LOG=select; they are not for the terminal.
   setenv("WB_LOG", "select", 1);
+  set_log_callback({});
   RouterProblem problem(options, options.resolve());
   const BenchShape& shape = problem.shape;
   const int threads = options.threads > 0 ? options.threads : num_usable_cores();

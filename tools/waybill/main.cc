@@ -9,7 +9,10 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
+#include <memory>
 #include <new>
+#include <set>
+#include <string>
 
 #include "commands.h"
 #include "waybill/error.h"
@@ -38,12 +41,15 @@ void register_commands(CLI::App& app) {
 #endif
 }
 
-// What the library has to say goes to stderr, so that stdout holds results only. SPDLOG_LEVEL=debug shows more.
+// What the library has to say goes to stderr, so that stdout holds results only. SPDLOG_LEVEL=debug shows more. A choice of an
+// implementation (WB_LOG=select) is said once: every call makes it again.
 void wire_log() {
   const auto logger = spdlog::stderr_color_mt("waybill");
   logger->set_pattern("waybill: %^%l%$: %v");
   spdlog::cfg::load_env_levels();
-  waybill::set_log_callback([logger](waybill::LogLevel level, const std::string& text) {
+  const auto choices = std::make_shared<std::set<std::string>>();
+  waybill::set_log_callback([logger, choices](waybill::LogLevel level, const std::string& text) {
+    if (text.rfind("select ", 0) == 0 && !choices->insert(text).second) return;
     logger->log(level == waybill::LogLevel::kDebug  ? spdlog::level::debug
                 : level == waybill::LogLevel::kInfo ? spdlog::level::info
                                                     : spdlog::level::warn,
