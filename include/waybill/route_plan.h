@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "waybill/route.h"
@@ -38,6 +39,12 @@ struct RoutePlan {
 };
 // Host routes. Work and memory O(T*K + rows + P); duplicate ids of a row become slots of their own.
 WB_API RoutePlan make_route_plan(const RouteView& route, const ExpertPlacement& placement);
+// Throws kInvalidArgument naming the first broken rule with its place and values: array lengths, offsets, tokens ascending within a
+// rank, slots in order k with local ids of the placement and finite weights, no (token, k) twice, and token_rows the exact inverse of
+// row_token. Work and memory O(T*K + rows + P).
+WB_API void validate(const RoutePlan& plan, const ExpertPlacement& placement);
+// A few lines of text, no trailing newline: sizes, then rows and slots for each of the first 16 ranks.
+WB_API std::string describe(const RoutePlan& plan);
 
 // n rounded up to a multiple of a; 0 stays 0.
 WB_HD inline std::int64_t round_up(std::int64_t n, std::int64_t a) { return (n + a - 1) / a * a; }
