@@ -50,9 +50,9 @@ class RunFolder {
   std::string run(const std::string& name) const { return folder_ / name; }
   std::string operator/(const std::string& name) const { return folder_ / name; }
 
-  RunConfig config(std::vector<std::string> overrides = {}) const {
+  RunConfig config(std::vector<std::string> overrides = {}, const std::string& name = "golden") const {
     overrides.push_back("data.text=" + text());
-    return load_run_config(std::string(WAYBILL_CONFIG_DIR) + "/golden.toml", overrides);
+    return load_run_config(std::string(WAYBILL_CONFIG_DIR) + "/" + name + ".toml", overrides);
   }
   TrainResult train(const std::string& name, const std::vector<std::string>& overrides, Recording& recording, bool resume = false, bool reshard = false) const {
     TrainOptions options;
