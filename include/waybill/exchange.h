@@ -70,19 +70,28 @@ struct ExchangeBytes {
   std::int64_t compact_route = 0;            // [T, K] ids
   std::int64_t dense_probability_row = 0;    // rows * E * 4
   std::int64_t local_probability_slice = 0;  // rows * L * 4: the upper limit of a dense local slice; `weights` is what was sent
+
+  // Calls visit(name, pointer to member) for every field. The only list of them: sums, differences and metrics walk it.
+  template <class Visit>
+  static void for_each_field(const Visit& visit) {
+    visit("payload", &ExchangeBytes::payload);
+    visit("combined", &ExchangeBytes::combined);
+    visit("ids", &ExchangeBytes::ids);
+    visit("weights", &ExchangeBytes::weights);
+    visit("counts", &ExchangeBytes::counts);
+    visit("rows", &ExchangeBytes::rows);
+    visit("rows_between_nodes", &ExchangeBytes::rows_between_nodes);
+    visit("between_nodes", &ExchangeBytes::between_nodes);
+    visit("dense_route_map", &ExchangeBytes::dense_route_map);
+    visit("compact_route", &ExchangeBytes::compact_route);
+    visit("dense_probability_row", &ExchangeBytes::dense_probability_row);
+    visit("local_probability_slice", &ExchangeBytes::local_probability_slice);
+  }
   void operator+=(const ExchangeBytes& o) {
-    payload += o.payload;
-    combined += o.combined;
-    ids += o.ids;
-    weights += o.weights;
-    counts += o.counts;
-    rows += o.rows;
-    rows_between_nodes += o.rows_between_nodes;
-    between_nodes += o.between_nodes;
-    dense_route_map += o.dense_route_map;
-    compact_route += o.compact_route;
-    dense_probability_row += o.dense_probability_row;
-    local_probability_slice += o.local_probability_slice;
+    for_each_field([&](const char*, auto field) { this->*field += o.*field; });
+  }
+  void operator-=(const ExchangeBytes& o) {
+    for_each_field([&](const char*, auto field) { this->*field -= o.*field; });
   }
   std::int64_t total() const { return payload + combined + ids + weights + counts; }
   std::int64_t within_nodes() const { return total() - between_nodes; }
@@ -120,10 +129,11 @@ struct DispatchHandle {
   std::int64_t max_slot_demand = 0, max_row_demand = 0;
 };
 
+class PendingRows;
+
 // Every call is collective and is made by one thread per rank. A call on an invalid handle communicates nothing, on every rank
 // alike: rows become [0, H], out and d_weights become 0. Bad ids (outside [-1, E)) are ignored alike by every step and counted in
 // the status word; with debug_checks they are refused on every rank, naming rank, row, slot and value.
-class PendingRows;
 class WB_API Exchange {
  public:
   // Collective: the ranks compare their configs; the first difference is named on every rank. Tables of the placement are copied.

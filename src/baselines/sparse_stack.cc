@@ -36,14 +36,8 @@ class SparseStack final : public MoeStack {
 
  private:
   void count_bytes() {
-    const ExchangeBytes& all = layer_.bytes();
-    ExchangeBytes& b = counters_.bytes;
-    b.payload = all.payload - base_.payload;
-    b.combined = all.combined - base_.combined;
-    b.ids = all.ids - base_.ids;
-    b.weights = all.weights - base_.weights;
-    b.counts = all.counts - base_.counts;
-    b.rows = all.rows - base_.rows;
+    counters_.bytes = layer_.bytes();
+    counters_.bytes -= base_;
   }
 
   MoeLayer layer_;

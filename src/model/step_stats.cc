@@ -6,43 +6,9 @@
 namespace waybill::model {
 namespace {
 
-// Flags are OR-ed, demands keep their maximum, counters add up.
-void merge(StatusWord& into, const StatusWord& from) {
-  if ((from.flags & kStatusTimeout) != 0 && (into.flags & kStatusTimeout) == 0) {
-    into.timeout_rank = from.timeout_rank;
-    into.timeout_peer = from.timeout_peer;
-    into.timeout_phase = from.timeout_phase;
-    into.timeout_expected = from.timeout_expected;
-    into.timeout_seen = from.timeout_seen;
-  }
-  into.flags |= from.flags;
-  into.slot_demand = std::max(into.slot_demand, from.slot_demand);
-  into.slot_capacity = std::max(into.slot_capacity, from.slot_capacity);
-  into.row_demand = std::max(into.row_demand, from.row_demand);
-  into.row_capacity = std::max(into.row_capacity, from.row_capacity);
-  into.num_bad_ids += from.num_bad_ids;
-  into.num_nonfinite_rows += from.num_nonfinite_rows;
-  into.num_short_rows += from.num_short_rows;
-}
-
 void add_to(std::vector<std::int64_t>& total, const std::vector<std::int64_t>& counts) {
   total.resize(std::max(total.size(), counts.size()), 0);
   for (std::size_t e = 0; e < counts.size(); ++e) total[e] += counts[e];
-}
-
-ExchangeBytes difference(const ExchangeBytes& after, const ExchangeBytes& before) {
-  ExchangeBytes d;
-  d.payload = after.payload - before.payload;
-  d.combined = after.combined - before.combined;
-  d.ids = after.ids - before.ids;
-  d.weights = after.weights - before.weights;
-  d.counts = after.counts - before.counts;
-  d.rows = after.rows - before.rows;
-  d.dense_route_map = after.dense_route_map - before.dense_route_map;
-  d.compact_route = after.compact_route - before.compact_route;
-  d.dense_probability_row = after.dense_probability_row - before.dense_probability_row;
-  d.local_probability_slice = after.local_probability_slice - before.local_probability_slice;
-  return d;
 }
 
 }  // namespace
@@ -72,7 +38,7 @@ void StatsCollector::add(int layer, const MoeStep& step) {
   e.z += step.losses.z;
   e.nonfinite_rows += step.status.num_nonfinite_rows;
   e.short_rows += step.status.num_short_rows;
-  merge(status_, step.status);
+  status_.merge(step.status);
   valid_ = valid_ && step.valid;
 }
 
@@ -116,7 +82,8 @@ StepStats StatsCollector::finish(const ModelConfig& config, Fabric& world, std::
     s.global = losses[3 + 4 * i];
     s.z = losses[4 + 4 * i];
     stats.aux_loss += s.aux + s.sequence + s.global + s.z;
-    stats.bytes += difference(moe.bytes(), e.bytes_before);
+    stats.bytes += moe.bytes();
+    stats.bytes -= e.bytes_before;
     stats.expert_flops += moe.expert_flops() - e.flops_before;
   }
   return stats;

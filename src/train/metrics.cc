@@ -32,16 +32,9 @@ json phases_ms(const std::array<double, kNumPhases>& seconds) {
 }
 
 json to_json(const ExchangeBytes& b) {
-  return {{"payload", b.payload},
-          {"combined", b.combined},
-          {"ids", b.ids},
-          {"weights", b.weights},
-          {"counts", b.counts},
-          {"rows", b.rows},
-          {"dense_route_map", b.dense_route_map},
-          {"compact_route", b.compact_route},
-          {"dense_probability_row", b.dense_probability_row},
-          {"local_probability_slice", b.local_probability_slice}};
+  json out = json::object();
+  ExchangeBytes::for_each_field([&](const char* name, auto field) { out[name] = b.*field; });
+  return out;
 }
 
 json to_json(const LayerMetrics& m) {

@@ -15,13 +15,12 @@ template <class Visit>
 void each_sum(StepStats& stats, Visit visit) {
   for (double& seconds : stats.times.seconds) visit(seconds);
   for (double& seconds : stats.times.wait_seconds) visit(seconds);
-  ExchangeBytes& b = stats.bytes;
-  for (std::int64_t* value : {&b.payload, &b.combined, &b.ids, &b.weights, &b.counts, &b.rows, &b.dense_route_map, &b.compact_route, &b.dense_probability_row,
-                              &b.local_probability_slice}) {
-    auto as_double = static_cast<double>(*value);  // exact below 2^53
+  ExchangeBytes::for_each_field([&](const char*, auto field) {
+    std::int64_t& value = stats.bytes.*field;
+    auto as_double = static_cast<double>(value);  // exact below 2^53
     visit(as_double);
-    *value = static_cast<std::int64_t>(as_double);
-  }
+    value = static_cast<std::int64_t>(as_double);
+  });
   visit(stats.expert_flops);
 }
 

@@ -99,6 +99,33 @@ TEST(TrainerTest, LayersMayDifferInExpertsTopKAndGroups) {
   for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(four[i] / one[i], 1, kCurveBound) << "step " << i + 1;
 }
 
+// Two virtual nodes of two ranks. A row goes once to the other node, forward and back, so the bytes of one step are bounded.
+TEST(TrainerTest, MetricsCountTheBytesBetweenNodes) {
+  RunFolder folder;
+  const auto run = [&](const std::string& hierarchy, int ranks_per_node) {
+    Recording r;
+    folder.train(fmt::format("{}-{}", hierarchy, ranks_per_node),
+                 {"exchange.hierarchy=" + hierarchy, fmt::format("parallel.ranks_per_node={}", ranks_per_node), "moe.K=4", "router.num_kept_groups=4",
+                  "train.steps=5", "train.sample_tokens=0"},
+                 r);
+    return r.steps.back();
+  };
+  const StepMetrics two = run("two_level", 2), flat = run("flat", 2), single = run("flat", 0);
+  EXPECT_EQ(single.bytes.between_nodes, 0);
+  EXPECT_EQ(single.bytes.rows_between_nodes, 0);
+  EXPECT_GT(flat.bytes.between_nodes, two.bytes.between_nodes);
+  EXPECT_GT(flat.bytes.rows_between_nodes, two.bytes.rows_between_nodes);
+  EXPECT_GT(two.bytes.rows_between_nodes, 0);
+  EXPECT_LE(two.bytes.rows_between_nodes, 2 * two.tokens);  // one MoE layer: the last step does not hold the ones before
+  EXPECT_GT(two.bytes.between_nodes, two.bytes.rows_between_nodes);
+  EXPECT_LT(two.bytes.between_nodes, two.bytes.total());
+  const json written = lines_of(folder.run("two_level-2") + "/metrics.jsonl").at(5).at("bytes");
+  EXPECT_EQ(written.at("between_nodes"), two.bytes.between_nodes);
+  EXPECT_EQ(written.at("rows_between_nodes"), two.bytes.rows_between_nodes);
+  EXPECT_EQ(written.at("rows"), two.bytes.rows);
+  EXPECT_EQ(written.size(), 12u);
+}
+
 TEST(TrainerTest, ARepeatIsBitEqual) {
   RunFolder folder;
   Recording a, b, threads;
