@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/cpu_features.h"
 #include "core/implementation.h"
 
 namespace waybill::detail {
@@ -65,13 +66,8 @@ const ActivationKernelList& usable_activation_kernels() {
   static const ActivationKernelList list = [] {
     ActivationKernelList found{};
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      found.sets[found.count++] = &kAvx512;
-    }
-    if (avx2) found.sets[found.count++] = &kAvx2;
+    if (cpu_has_avx512()) found.sets[found.count++] = &kAvx512;
+    if (cpu_has_avx2()) found.sets[found.count++] = &kAvx2;
 #endif
     found.sets[found.count++] = &kPortable;
     return found;

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/cpu_features.h"
 #include "core/implementation.h"
 
 namespace waybill::detail {
@@ -38,13 +39,8 @@ const KernelList& usable_kernels() {
   static const KernelList list = [] {
     KernelList found{};
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      found.sets[found.count++] = &kAvx512Kernels;
-    }
-    if (avx2) found.sets[found.count++] = &kAvx2Kernels;
+    if (cpu_has_avx512()) found.sets[found.count++] = &kAvx512Kernels;
+    if (cpu_has_avx2()) found.sets[found.count++] = &kAvx2Kernels;
 #endif
     found.sets[found.count++] = &kPortableKernels;
     return found;
