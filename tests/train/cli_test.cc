@@ -53,6 +53,20 @@ class CliTest : public testing::Test {
   }
 };
 
+TEST_F(CliTest, SelectionsAreShownOnceEachAndUnknownOpsAreRefused) {
+  const std::string rest = base_ + "--set train.steps=5 --set train.sample_tokens=0 --quiet --run-dir ";
+  const Outcome outcome = run_shell("WB_LOG=select " + rest + (folder_ / "selected"));
+  EXPECT_EQ(outcome.code, 0) << outcome.text;
+  for (const std::string op : {"select router: ", "select gemm: ", "select activation: "}) {
+    const std::size_t first = outcome.text.find(op);
+    EXPECT_NE(first, std::string::npos) << op << " is not in:\n" << outcome.text;
+    EXPECT_EQ(outcome.text.find(op, first + 1), std::string::npos) << op << " is twice in:\n" << outcome.text;
+  }
+  const Outcome unknown = run_shell("WB_FORCE=routr:ref " + rest + (folder_ / "forced"));
+  EXPECT_EQ(unknown.code, 2) << unknown.text;
+  EXPECT_THAT(unknown.text, HasSubstr("WB_FORCE names op 'routr', known are activation, gemm, router"));
+}
+
 TEST_F(CliTest, BadInputIsOneLineAndExitCode2) {
   const std::string run_dir = " --run-dir " + (folder_ / "r");
   const std::string waybill = WAYBILL_BINARY;
