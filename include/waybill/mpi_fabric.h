@@ -10,7 +10,6 @@ namespace waybill {
 
 struct MpiOptions {
   FabricOptions fabric{};
-  int ranks_per_node = 0;  // the same as fabric.ranks_per_node, which counts where this is 0; both 0 = by host name
 };
 
 // True when this build contains the engine.

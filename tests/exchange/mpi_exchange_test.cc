@@ -88,7 +88,7 @@ TEST(MpiExchange, TwoLevelOnEveryBoundaryEqualsThreads) {
   const int P = g_world->size();
   for (const int ranks_per_node : {1, 2, 3, P / 2, P}) {
     if (ranks_per_node > P) continue;
-    const auto world = make_mpi_fabric({.fabric = {.timeout = std::chrono::milliseconds(20000)}, .ranks_per_node = ranks_per_node});
+    const auto world = make_mpi_fabric({.fabric = {.timeout = std::chrono::milliseconds(20000), .ranks_per_node = ranks_per_node}});
     for (const CombineWire wire : {CombineWire::kF32, CombineWire::kBF16}) {
       const Group group = random_group(ragged(), 5, num_experts(4), 11, {.seed = 8, .drop = 0.1}, false);
       ExchangeConfig config = group.config();

@@ -228,7 +228,7 @@ bool mpi_launched() {
 std::unique_ptr<Fabric> make_mpi_fabric(const MpiOptions& options) {
   const std::shared_ptr<mpi::Transport> transport = mpi::Transport::get();
   const int W = transport->world_size();
-  const int ranks_per_node = options.ranks_per_node != 0 ? options.ranks_per_node : options.fabric.ranks_per_node;
+  const int ranks_per_node = options.fabric.ranks_per_node;
   WB_CHECK(ranks_per_node >= 0 && ranks_per_node <= W, "ranks_per_node = {} must be 0 (by host name) to {} (ranks)", ranks_per_node, W);
   mpi::Group group;
   group.id = transport->agree_on_group_id();

@@ -207,7 +207,7 @@ TEST(MpiFabric, ARankThatLeftIsNamed) {
 }
 
 TEST(MpiFabric, RanksPerNodeForcesTheNodeBoundary) {
-  const auto world = make_mpi_fabric({.fabric = {}, .ranks_per_node = g_world->size() / 2});
+  const auto world = make_mpi_fabric({.fabric = {.ranks_per_node = g_world->size() / 2}});
   EXPECT_EQ(world->topology().node_of.front(), 0);
   EXPECT_EQ(world->topology().node_of.back(), 1);
 }

@@ -75,7 +75,7 @@ TEST(MpiMoe, ForwardAndBackwardEqualThreadsWithAndWithoutOverlap) {
 
 TEST(MpiMoe, TwoLevelEqualsThreadsOnTheSameNodes) {
   const int ranks_per_node = std::max(1, g_world->size() / 2);
-  const auto world = make_mpi_fabric({.fabric = {.timeout = std::chrono::milliseconds(20000)}, .ranks_per_node = ranks_per_node});
+  const auto world = make_mpi_fabric({.fabric = {.timeout = std::chrono::milliseconds(20000), .ranks_per_node = ranks_per_node}});
   MoeConfig config = small_config(false);
   config.hierarchy = Hierarchy::kTwoLevel;
   config.combine_wire = CombineWire::kBF16;
