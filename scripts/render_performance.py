@@ -60,6 +60,8 @@ def section(path):
     lines.append(
         f"commit {h['commit'][:12]}, CUDA sources {h['cuda_sources']}, {h['date']}, driver {h['driver']}, CUDA {h['cuda']}{torch}, SM clock {h['clocks']['sm_mhz']}."
     )
+    if h.get("note"):
+        lines.append(f"Note: {h['note']}.")
     lines.append(f"Method: {h['method']}.")
     if h["checks"]:
         lines.append("Checks of the same run: " + ", ".join(f"{name} {result}" for name, result in h["checks"].items()) + ".")
