@@ -108,16 +108,33 @@ TEST_F(Inspect, RouteFileIsSummarisedPerRank) {
   const nlohmann::json json = nlohmann::json::parse(run({"inspect", "route", path, "-P", "2", "--json"}));
   EXPECT_EQ(json.at("rank_rows"), nlohmann::json({2, 3}));
   EXPECT_EQ(json.at("counts"), nlohmann::json({1, 1, 2, 2}));
-  EXPECT_THAT(run({"inspect", "route", path, "-P", "2"}), ::testing::HasSubstr("rank"));
+  EXPECT_THAT(run({"inspect", "route", path, "-P", "2"}), ::testing::HasSubstr("5 rows, 6 slots (1.20 a row)\n  to rank 0: 2 rows, 2 slots"));
   EXPECT_THROW(run({"inspect", "route", path, "-P", "3"}), Error);
   EXPECT_THROW(run({"inspect", "route", path + ".missing"}), Error);
 }
 
-TEST_F(Inspect, ModelAgreesWithPublishedSizes) {
-  const std::string configs = std::string(WAYBILL_SOURCE_DIR) + "/configs/";
-  const nlohmann::json json = nlohmann::json::parse(run({"inspect", "model", configs + "deepseek-v3.toml", "--json"}));
-  EXPECT_NEAR(json.at("parameters").at("total").get<double>() / 1e9, 671.0, 0.5);
-  EXPECT_NEAR(json.at("flops_per_token").at("total").get<double>() / 1e9, 260.0, 0.1);
+// Parameters and active parameters in 1e9, and forward and backward GFLOP a token, as published or computed from the published shapes.
+TEST_F(Inspect, FullSizeConfigsAgreeWithPublishedSizes) {
+  struct Row {
+    const char* config;
+    double total, active, gflop, total_bound, active_bound, gflop_bound;
+  };
+  const Row rows[] = {
+      {"mixtral-8x7b", 46.7, 12.9, 79.7, 0.05, 0.05, 0.05},
+      {"qwen3-30b-a3b", 30.5, 3.35, 23.0, 0.05, 0.005, 0.05},
+      {"qwen3-235b-a22b", 235, 22.2, 148.0, 0.5, 0.05, 0.05},
+      {"deepseek-v3", 671, 37.6, 260.0, 0.5, 0.05, 0.05},
+      {"olmoe", 6.9, 1.3, 7.9, 0.05, 0.05, 0.05},
+      {"sparse-2304", 45, 1.99, 11.8, 1, 0.005, 0.05},
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(row.config);
+    const std::string file = std::string(WAYBILL_SOURCE_DIR) + "/configs/" + row.config + ".toml";
+    const nlohmann::json json = nlohmann::json::parse(run({"inspect", "model", file, "--json"}));
+    EXPECT_NEAR(json.at("parameters").at("total").get<double>() / 1e9, row.total, row.total_bound);
+    EXPECT_NEAR(json.at("parameters").at("active").get<double>() / 1e9, row.active, row.active_bound);
+    EXPECT_NEAR(json.at("flops_per_token").at("total").get<double>() / 1e9, row.gflop, row.gflop_bound);
+  }
 }
 
 TEST_F(Inspect, SimulatePrintsTheModelWithItsLabel) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A route file: load per expert and rank, and the first tokens.
+// A route file: load per expert and rank, the plan for P ranks, and the first tokens.
 #include <fmt/format.h>
 
 #include <memory>
 
 #include "inspect_verbs.h"
 #include "waybill/route_io.h"
+#include "waybill/route_plan.h"
 #include "waybill/route_stats.h"
 
 namespace waybill::cli {
@@ -44,12 +45,18 @@ nlohmann::json to_json(const RouteStats& stats) {
 
 void run(const RouteOptions& options) {
   const Route route = load_route(options.file);
-  const RouteStats stats = route_stats(route.view(), block_placement(route.E(), options.P));
+  const ExpertPlacement placement = block_placement(route.E(), options.P);
+  const RouteStats stats = route_stats(route.view(), placement);
   if (options.json) {
     fmt::print("{}\n", to_json(stats).dump(2));
     return;
   }
   fmt::print("{}\n", describe(stats));
+  if (options.P > 1) {
+    const RoutePlan plan = make_route_plan(route.view(), placement);
+    validate(plan, placement);
+    fmt::print("\n{}\n", describe(plan));
+  }
   fmt::print("\n{}\n", describe(route.view(), options.rows));
 }
 
