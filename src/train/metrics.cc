@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "waybill/metrics.h"
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -134,9 +136,12 @@ struct MetricsWriter::Impl {
   void write(const json& line) {
     // error_handler replace: a sample may hold bytes that are not UTF-8.
     const std::string text = line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
-    if (std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fflush(file) != 0) {
-      WB_FAIL(ErrorCode::kIo, "cannot write {} bytes to {}: {}", text.size(), path, std::strerror(errno));
-    }
+    const long before = std::ftell(file);
+    if (std::fwrite(text.data(), 1, text.size(), file) == text.size()) return;
+    const int error = errno;
+    // No part of a line stays behind. Should even this fail, readers skip a cut last line.
+    const bool cut = before >= 0 && ftruncate(fileno(file), before) == 0;
+    WB_FAIL(ErrorCode::kIo, "cannot write {} bytes to {}: {}{}", text.size(), path, std::strerror(error), cut ? "" : "; its last line is cut");
   }
 };
 
@@ -149,6 +154,8 @@ MetricsWriter::MetricsWriter(const std::string& path, std::int64_t resume_step) 
   }
   impl_->file = std::fopen(path.c_str(), "ab");
   if (impl_->file == nullptr) WB_FAIL(ErrorCode::kIo, "cannot open {}: {}", path, std::strerror(errno));
+  std::setvbuf(impl_->file, nullptr, _IONBF, 0);  // a line is one write: nothing is left for fclose to write after a failure
+  std::fseek(impl_->file, 0, SEEK_END);
 }
 
 MetricsWriter::~MetricsWriter() { std::fclose(impl_->file); }

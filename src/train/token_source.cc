@@ -69,10 +69,38 @@ Sidecar read_sidecar(const std::string& path) {
   return sidecar;
 }
 
+// A wrong type is plain in the halves of 32-bit words: uint32 tokens below 65,536 leave every upper half 0, and two uint16 tokens
+// make a word that is outside every vocabulary while both its halves are inside.
+void check_type(const std::string& path, const std::vector<std::uint16_t>& tokens) {
+  constexpr std::size_t kEnough = 64;  // so many zeros in a row of odd places are no accident
+  if (tokens.size() < 2 * kEnough || tokens.size() % 2 != 0) return;
+  bool upper_zero = true, lower_zero = true;
+  for (std::size_t i = 0; i < tokens.size(); i += 2) {
+    lower_zero = lower_zero && tokens[i] == 0;
+    upper_zero = upper_zero && tokens[i + 1] == 0;
+  }
+  WB_CHECK(lower_zero || !upper_zero, "{}: read as uint16, every second token of {} is 0: these are uint32 tokens; set data.dtype = \"uint32\"", path,
+           tokens.size());
+}
+
+void check_type(const std::string& path, const std::vector<std::uint32_t>& tokens, std::int64_t vocab) {
+  const auto is_pair = [vocab](std::uint32_t word) { return word >> 16 < vocab && (word & 0xffffu) < vocab; };
+  const auto wrong = std::find_if(tokens.begin(), tokens.end(), [vocab](std::uint32_t token) { return token >= vocab; });
+  WB_CHECK(wrong == tokens.end() || !std::all_of(tokens.begin(), tokens.end(), is_pair),
+           "{}: read as uint32, token {} at position {} is outside the vocabulary of {}, but all 16-bit halves are inside: these are uint16 tokens; set "
+           "data.dtype = \"uint16\"",
+           path, *wrong, wrong - tokens.begin(), vocab);
+}
+
 template <class T>
 TokenArray read_bin_as(const std::string& path, std::int64_t vocab) {
   std::vector<T> tokens;
   append_file(path, tokens);
+  if constexpr (sizeof(T) == 2) {
+    check_type(path, tokens);
+  } else {
+    check_type(path, tokens, vocab);
+  }
   check_vocab(path, tokens, vocab);
   return tokens;
 }
@@ -105,6 +133,7 @@ TokenArray read_bin(const std::string& path, const std::string& dtype, std::int6
   WB_CHECK(!type.empty(), "{}: the token type is not known; set data.dtype to uint16 or uint32, or write it into {}", path, sidecar_path);
   WB_CHECK(type == "uint16" || type == "uint32", "{}: dtype {} is not supported; tokens are uint16 or uint32", path, type);
   WB_CHECK(sidecar.vocab <= vocab, "{}: tokenised for a vocabulary of {}, the model has {}", path, sidecar.vocab, vocab);
+  if (sidecar.vocab > 0) vocab = sidecar.vocab;  // what the tokeniser promised
   return type == "uint16" ? read_bin_as<std::uint16_t>(path, vocab) : read_bin_as<std::uint32_t>(path, vocab);
 }
 

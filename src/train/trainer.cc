@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "waybill/trainer.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <ctime>
@@ -14,6 +16,7 @@
 #include "run_folder.h"
 #include "sampler.h"
 #include "waybill/error.h"
+#include "waybill/model_math.h"
 
 namespace waybill {
 namespace {
@@ -44,6 +47,25 @@ FabricOptions fabric_options(const RunConfig& config) {
   options.ranks_per_node = config.parallel.ranks_per_node;
   options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.train.timeout_s * 1000));
   return options;
+}
+
+// A model that cannot fit is refused here: otherwise the system kills the process without a word. Compared is what the model must
+// hold (weights, gradients, moments) on the ranks of this machine with the memory that is there at all.
+void check_memory(const RunConfig& config, int ranks_here) {
+  const auto& layers = config.model.layers;
+  const auto moe = std::find_if(layers.begin(), layers.end(), [](const LayerConfig& layer) { return layer.is_moe; });
+  const bool alike = std::all_of(moe, layers.end(), [&](const LayerConfig& layer) {
+    return layer.is_moe && layer.P == moe->P && layer.moe.E == moe->moe.E && layer.moe.K == moe->moe.K && layer.moe.F == moe->moe.F;
+  });
+  if (!alike) return;  // the estimate knows models of one kind of MoE layer
+  MemoryPlan plan;
+  plan.P = moe != layers.end() ? moe->P : 1;
+  const MemoryEstimate rank = memory_per_rank(architecture_of(config), plan);
+  const double needed = (rank.weights + rank.gradients + rank.optimizer) * ranks_here;
+  const double present = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  WB_CHECK(needed <= present,
+           "{}: {} rank(s) on this machine need {:.1f} GB for weights, gradients and moments alone ({:.2f} B parameters a rank), it has {:.1f} GB", config.name,
+           ranks_here, needed * 1e-9, static_cast<double>(rank.parameters) * 1e-9, present * 1e-9);
 }
 
 // What rank 0 does beside its part of the training: files, observer, result.
@@ -235,6 +257,7 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
     validate(config);
     WB_CHECK(world == nullptr || world->size() == config.parallel.W(), "{} processes were started, but the config says P = {}, D = {}: it needs {}",
              world->size(), config.parallel.P, config.parallel.D, config.parallel.W());
+    check_memory(config, world == nullptr ? config.parallel.W() : 1);
     data.emplace(Dataset::load(config.data, config.model.vocab, config.model.seq_len));
     if (options.resume) {
       resume = check_resume(options.run_dir, config, options.reshard);
@@ -261,6 +284,7 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
 }
 
 std::string generate(const std::string& run_dir, const GenerateOptions& options) {
+  WB_CHECK(options.temperature >= 0 && options.temperature <= 100, "temperature = {} must be from 0 to 100", options.temperature);
   RunConfig config = load_run_config(config_path(run_dir));
   const std::string path = latest_checkpoint(checkpoint_folder(run_dir));
   config.parallel = {};

@@ -88,6 +88,17 @@ TEST_F(CliTest, BadInputIsOneLineAndExitCode2) {
   expect_refused(bin + " --set data.dtype=uint16" + run_dir, "7 bytes is not a multiple of the 2 bytes of a uint16 token");
   expect_refused(bin + " --set data.dtype=int8" + run_dir, "dtype int8 is not supported");
   expect_refused(waybill + " generate " + (folder_ / "r"), "does not exist");
+  expect_refused(base_ + "--set moe.E=65536 --set moe.F=65536" + run_dir, "GB for weights, gradients and moments alone");
+}
+
+TEST_F(CliTest, AFailedMetricsWriteLeavesNoHalfLine) {
+  const std::string run = folder_ / "run";
+  // The header line fits into 1 KB, step lines do not.
+  const Outcome outcome = run_shell("bash -c 'ulimit -f 2; " + base_ + "--set train.steps=10 --quiet --run-dir " + run + "'");
+  EXPECT_EQ(outcome.code, 2) << outcome.text;
+  EXPECT_THAT(outcome.text, HasSubstr("cannot write"));
+  const std::string metrics = read_file(run + "/metrics.jsonl");
+  EXPECT_TRUE(metrics.empty() || metrics.back() == '\n') << metrics;
 }
 
 TEST_F(CliTest, TrainsResumesAndGenerates) {

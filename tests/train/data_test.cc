@@ -92,6 +92,26 @@ TEST(DataTest, BadTokenFilesAreRefusedWithTheirValues) {
   EXPECT_THAT(error_text([&] { Dataset::load(bin_config(bin), 256, 1); }), HasSubstr("dtype = 16 must be"));
 }
 
+TEST(DataTest, TokensReadWithTheWrongWidthAreNamed) {
+  const TempFolder folder;
+  std::vector<std::uint32_t> wide(300);
+  for (std::size_t i = 0; i < wide.size(); ++i) wide[i] = static_cast<std::uint32_t>(1 + i % 200);
+  write_tokens<std::uint32_t>(folder / "wide.bin", wide);
+  write_tokens<std::uint16_t>(folder / "narrow.bin", {wide.begin(), wide.end()});
+  EXPECT_THAT(error_text([&] { Dataset::load(bin_config(folder / "wide.bin", "uint16"), 256, 1); }),
+              HasSubstr("every second token of 600 is 0: these are uint32 tokens"));
+  EXPECT_THAT(error_text([&] { Dataset::load(bin_config(folder / "narrow.bin", "uint32"), 256, 1); }), HasSubstr("these are uint16 tokens"));
+  EXPECT_EQ(Dataset::load(bin_config(folder / "wide.bin", "uint32"), 256, 1).entropy().unigram,
+            Dataset::load(bin_config(folder / "narrow.bin", "uint16"), 256, 1).entropy().unigram);
+}
+
+TEST(DataTest, TheSidecarsVocabularyIsHeld) {
+  const TempFolder folder;
+  write_tokens<std::uint16_t>(folder / "t.bin", {1, 2, 200, 3, 4, 5});
+  write_file(folder / "t.bin.json", R"({"dtype": "uint16", "vocab": 100})");
+  EXPECT_THAT(error_text([&] { Dataset::load(bin_config(folder / "t.bin"), 256, 1); }), HasSubstr("token 200 at position 2 is outside the vocabulary of 100"));
+}
+
 TEST(DataTest, HeldOutTailIsNeverTrainedOn) {
   std::vector<std::int32_t> tokens(1000);
   std::iota(tokens.begin(), tokens.end(), 0);

@@ -81,6 +81,7 @@ void check(RouterProblem& problem, Stream stream) {
 }
 
 void run(const BenchOptions& options) {
+  WB_CHECK(options.load == BenchOptions{}.load, "--load {} does not apply to bench router: its random logits decide the load", options.load);
   // chosen_implementation() reads the lines of WB_LOG=select; they are not for the terminal.
   setenv("WB_LOG", "select", 1);
   set_log_callback({});
