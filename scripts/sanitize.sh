@@ -20,7 +20,7 @@ source scripts/sanitizer_env.sh
 
 # Programs of the short form; without --short the whole suite runs. asan: index arithmetic of the foundations. tsan: everything that
 # runs ranks or a pool.
-short_asan=(test_core test_route test_ops_gemm)
+short_asan=(test_core test_route test_ops_gemm test_exchange)
 short_tsan=(test_core test_fabric test_exchange)
 
 for preset in "${presets[@]}"; do
