@@ -64,17 +64,17 @@ class MpiFabric final : public Fabric {
   const Topology& topology() const override { return topology_; }
   std::chrono::milliseconds timeout() const override { return timeout_; }
 
-  void barrier(std::string_view phase) override { pairwise(Kind::kBarrier, phase, 0, 0, nothing(), nothing()); }
+  void barrier(std::string_view phase) override { pairwise(Collective::kBarrier, phase, 0, 0, nothing(), nothing()); }
 
   void all_gather(const void* send, void* receive, std::size_t bytes_per_rank, std::string_view phase) override {
-    gather(Kind::kAllGather, send, receive, bytes_per_rank, phase, 0);
+    gather(Collective::kAllGather, send, receive, bytes_per_rank, phase, 0);
   }
 
   std::unique_ptr<ExchangeRequest> all_to_all_start(std::span<const Span> send, std::span<const Span> receive, std::string_view phase) override {
     const auto P = static_cast<std::size_t>(size());
     WB_CHECK(send.size() == P && receive.size() == P, "all_to_all (phase '{}') of {} ranks got {} send and {} receive spans", phase, P, send.size(),
              receive.size());
-    return start(Kind::kAllToAll, phase, 0, 0, send, receive);
+    return start(Collective::kAllToAll, phase, 0, 0, send, receive);
   }
 
   void all_reduce(std::span<float> values, ReduceOp op, std::string_view phase) override { reduce(values, op, phase); }
@@ -86,7 +86,7 @@ class MpiFabric final : public Fabric {
     std::vector<Span> send = nothing(), receive = nothing();
     if (rank() == root) std::fill(send.begin(), send.end(), Span{data, bytes});
     receive[static_cast<std::size_t>(root)] = Span{data, bytes};
-    pairwise(Kind::kBroadcast, phase, bytes, root, send, receive);
+    pairwise(Collective::kBroadcast, phase, bytes, root, send, receive);
   }
 
   std::unique_ptr<Fabric> split(int colour, int key, std::string_view name) override;
@@ -104,7 +104,7 @@ class MpiFabric final : public Fabric {
  private:
   std::vector<Span> nothing() const { return std::vector<Span>(static_cast<std::size_t>(size())); }
 
-  std::unique_ptr<ExchangeRequest> start(Kind kind, std::string_view phase, std::size_t signature_bytes, int detail, std::span<const Span> send,
+  std::unique_ptr<ExchangeRequest> start(Collective kind, std::string_view phase, std::size_t signature_bytes, int detail, std::span<const Span> send,
                                          std::span<const Span> receive) {
     Header header;
     header.sequence = sequence_++;
@@ -114,10 +114,10 @@ class MpiFabric final : public Fabric {
     std::memcpy(header.phase, phase.data(), std::min(phase.size(), Header::kPhaseBytes - 1));
     return std::make_unique<MpiRequest>(transport_, transport_->start(group_, header, send, receive), timeout_);
   }
-  void pairwise(Kind kind, std::string_view phase, std::size_t signature_bytes, int detail, std::span<const Span> send, std::span<const Span> receive) {
+  void pairwise(Collective kind, std::string_view phase, std::size_t signature_bytes, int detail, std::span<const Span> send, std::span<const Span> receive) {
     start(kind, phase, signature_bytes, detail, send, receive)->wait();
   }
-  void gather(Kind kind, const void* send, void* receive, std::size_t bytes, std::string_view phase, int detail) {
+  void gather(Collective kind, const void* send, void* receive, std::size_t bytes, std::string_view phase, int detail) {
     const auto P = static_cast<std::size_t>(size());
     const std::vector<Span> from(P, Span{const_cast<void*>(send), bytes});
     std::vector<Span> to(P);
@@ -131,7 +131,7 @@ class MpiFabric final : public Fabric {
     std::vector<T> scratch;
     if (values.size_bytes() <= kSmallBytes) {
       scratch.resize(values.size() * static_cast<std::size_t>(size()));
-      gather(Kind::kAllReduce, values.data(), scratch.data(), values.size_bytes(), phase, detail);
+      gather(Collective::kAllReduce, values.data(), scratch.data(), values.size_bytes(), phase, detail);
       std::copy_n(scratch.begin(), values.size(), values.begin());
       for (int p = 1; p < size(); ++p) rank_order::accumulate(values.data(), scratch.data() + static_cast<std::size_t>(p) * values.size(), values.size(), op);
       return;
@@ -139,7 +139,7 @@ class MpiFabric final : public Fabric {
     for (std::size_t i = 0; i < values.size(); i += kReduceElements) {
       const std::span<T> block = values.subspan(i, std::min(kReduceElements, values.size() - i));
       rank_order::reduce_block(block, scratch, op, size(), rank(), [&](std::span<const Span> send, std::span<const Span> receive) {
-        pairwise(Kind::kAllReduce, phase, block.size_bytes(), detail, send, receive);
+        pairwise(Collective::kAllReduce, phase, block.size_bytes(), detail, send, receive);
       });
     }
   }
@@ -159,7 +159,7 @@ std::unique_ptr<Fabric> MpiFabric::split(int colour, int key, std::string_view n
   const auto P = static_cast<std::size_t>(size());
   const Choice mine{colour, key, transport_->next_group_id()};
   std::vector<Choice> choices(P);
-  gather(Kind::kSplit, &mine, choices.data(), sizeof(Choice), name, 0);
+  gather(Collective::kSplit, &mine, choices.data(), sizeof(Choice), name, 0);
   std::set<int> colours;
   int first_id = 0;
   for (const Choice& choice : choices) {

@@ -18,26 +18,6 @@ bool test(MPI_Request& request, const std::string& where) {
 
 }  // namespace
 
-const char* to_string(Kind kind) {
-  switch (kind) {
-    case Kind::kBarrier:
-      return "barrier";
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kAllToAll:
-      return "all_to_all";
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kSplit:
-      return "split";
-    case Kind::kLeave:
-      return "leave";
-  }
-  return "unknown collective";
-}
-
 void check_mpi(int code, const char* call, const std::string& where) {
   if (code == MPI_SUCCESS) return;
   char text[MPI_MAX_ERROR_STRING] = {};
@@ -106,7 +86,7 @@ void Operation::check_headers() const {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     const Header& seen = header_of(peers_[peer]);
     WB_CHECK(seen.magic == Header::kMagic, "{}: rank {} runs another Waybill build", describe(), peer);
-    if (seen.kind == Kind::kLeave) WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
+    if (seen.kind == Collective::kLeave) WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
     const bool same = seen.kind == header_.kind && seen.sequence == header_.sequence && seen.detail == header_.detail &&
                       seen.signature_bytes == header_.signature_bytes && std::strncmp(seen.phase, header_.phase, Header::kPhaseBytes) == 0;
     WB_CHECK(same, "{} of {} bytes on rank {}, but rank {} is in {} '{}' (collective {}) of {} bytes", describe(), header_.signature_bytes, group_.rank, peer,

@@ -11,12 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "fabric/collective.h"
 #include "waybill/fabric.h"
 
 namespace waybill::mpi {
-
-enum class Kind : std::uint32_t { kBarrier, kAllGather, kAllToAll, kAllReduce, kBroadcast, kSplit, kLeave };
-const char* to_string(Kind kind);
 
 // Start of every envelope; the sizes sent to each rank [P] and expected from each rank [P], u64, follow. Plain data; all ranks run
 // the same build (checked through `magic`).
@@ -25,7 +23,7 @@ struct Header {
   static constexpr std::uint64_t kMagic = 0x5742'6d70'6900'0001ull;
   std::uint64_t magic = kMagic;
   std::uint64_t sequence = 0;
-  Kind kind = Kind::kBarrier;
+  Collective kind = Collective::kBarrier;
   std::int32_t detail = 0;
   std::uint64_t signature_bytes = 0;  // what every rank must agree on; 0 where sizes may differ
   char phase[kPhaseBytes] = {};

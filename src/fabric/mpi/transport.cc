@@ -256,7 +256,7 @@ void Transport::leave(const Group& group) noexcept {
     for (const int world_rank : group.world_ranks) {
       if (world_rank == world_rank_) continue;
       Header header;
-      header.kind = Kind::kLeave;
+      header.kind = Collective::kLeave;
       auto& [request, message] = leaving_.emplace_back(MPI_REQUEST_NULL, sizeof(Header));
       std::memcpy(message.data(), &header, sizeof(Header));
       MPI_Isend(message.data(), sizeof(Header), MPI_BYTE, world_rank, Operation::header_tag_of(group), data_, &request);

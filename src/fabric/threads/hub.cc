@@ -8,31 +8,13 @@
 
 namespace waybill::threads {
 
-const char* to_string(Kind kind) {
-  switch (kind) {
-    case Kind::kBarrier:
-      return "barrier";
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kAllToAll:
-      return "all_to_all";
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kSplit:
-      return "split";
-  }
-  return "?";
-}
-
 Hub::Hub(int P, std::string name, Topology topology, FabricOptions options)
     : size_(P), name_(std::move(name)), topology_(std::move(topology)), options_(options), left_(static_cast<std::size_t>(P), 0) {}
 
 std::string Hub::describe(const Signature& signature) const {
   std::string text = fmt::format("{}, phase '{}'", to_string(signature.kind), signature.phase);
   if (signature.bytes > 0) text += fmt::format(", {} bytes", signature.bytes);
-  if (signature.kind == Kind::kBroadcast) text += fmt::format(", root {}", signature.detail);
+  if (signature.kind == Collective::kBroadcast) text += fmt::format(", root {}", signature.detail);
   return text;
 }
 
@@ -180,7 +162,7 @@ void Hub::finish(Lock&, Operation& operation) {
 
 Hub::Membership Hub::split(int rank, std::uint64_t sequence, int colour, int key, std::string_view group_name) {
   const int mine[2] = {colour, key};
-  post_small(rank, sequence, Signature{Kind::kSplit, std::string(group_name), sizeof(mine), 0}, mine, sizeof(mine));
+  post_small(rank, sequence, Signature{Collective::kSplit, std::string(group_name), sizeof(mine), 0}, mine, sizeof(mine));
   Lock lock(mutex_);
   Operation& operation = find(sequence);
   wait_posted(lock, operation, rank);

@@ -12,16 +12,14 @@
 #include <string_view>
 #include <vector>
 
+#include "fabric/collective.h"
 #include "waybill/fabric.h"
 
 namespace waybill::threads {
 
-enum class Kind : std::uint8_t { kBarrier, kAllGather, kAllToAll, kAllReduce, kBroadcast, kSplit };
-const char* to_string(Kind kind);
-
 // What every rank must agree on for one collective. `bytes`, `detail` (reduction, root): 0 where they may differ.
 struct Signature {
-  Kind kind = Kind::kBarrier;
+  Collective kind = Collective::kBarrier;
   std::string phase;
   std::size_t bytes = 0;
   int detail = 0;

@@ -58,11 +58,11 @@ void ThreadsFabric::pairwise(Signature signature, std::span<const Span> send, st
 }
 
 void ThreadsFabric::barrier(std::string_view phase) {
-  hub_->gather_small(rank_, sequence_++, Signature{Kind::kBarrier, std::string(phase), 0, 0}, nullptr, 0, [](const std::byte*) {});
+  hub_->gather_small(rank_, sequence_++, Signature{Collective::kBarrier, std::string(phase), 0, 0}, nullptr, 0, [](const std::byte*) {});
 }
 
 void ThreadsFabric::all_gather(const void* send, void* receive, std::size_t bytes_per_rank, std::string_view phase) {
-  Signature signature{Kind::kAllGather, std::string(phase), bytes_per_rank, 0};
+  Signature signature{Collective::kAllGather, std::string(phase), bytes_per_rank, 0};
   const auto P = static_cast<std::size_t>(size());
   if (bytes_per_rank <= kSmallBytes) {
     hub_->gather_small(rank_, sequence_++, std::move(signature), send, bytes_per_rank, [&](const std::byte* all) {
@@ -81,14 +81,14 @@ std::unique_ptr<ExchangeRequest> ThreadsFabric::all_to_all_start(std::span<const
   WB_CHECK(send.size() == P && receive.size() == P, "all_to_all (phase '{}') of {} ranks got {} send and {} receive spans", phase, P, send.size(),
            receive.size());
   const std::uint64_t sequence = sequence_++;
-  hub_->post_pairwise(rank_, sequence, Signature{Kind::kAllToAll, std::string(phase), 0, 0}, send, receive);
+  hub_->post_pairwise(rank_, sequence, Signature{Collective::kAllToAll, std::string(phase), 0, 0}, send, receive);
   return std::make_unique<PairwiseRequest>(hub_, rank_, sequence);
 }
 
 template <class T>
 void ThreadsFabric::reduce(std::span<T> values, ReduceOp op, std::string_view phase) {
   if (values.size_bytes() <= kSmallBytes) {
-    hub_->gather_small(rank_, sequence_++, Signature{Kind::kAllReduce, std::string(phase), values.size_bytes(), rank_order::reduce_detail<T>(op)},
+    hub_->gather_small(rank_, sequence_++, Signature{Collective::kAllReduce, std::string(phase), values.size_bytes(), rank_order::reduce_detail<T>(op)},
                        values.data(), values.size_bytes(), [&](const std::byte* all) {
                          const T* rows = reinterpret_cast<const T*>(all);  // storage of std::vector<std::byte>: aligned by operator new
                          std::copy(rows, rows + values.size(), values.begin());
@@ -101,7 +101,7 @@ void ThreadsFabric::reduce(std::span<T> values, ReduceOp op, std::string_view ph
   for (std::size_t i = 0; i < values.size(); i += kReduceElements) {
     const std::span<T> block = values.subspan(i, std::min(kReduceElements, values.size() - i));
     rank_order::reduce_block(block, scratch, op, size(), rank_, [&](std::span<const Span> send, std::span<const Span> receive) {
-      pairwise(Signature{Kind::kAllReduce, std::string(phase), block.size_bytes(), rank_order::reduce_detail<T>(op)}, send, receive);
+      pairwise(Signature{Collective::kAllReduce, std::string(phase), block.size_bytes(), rank_order::reduce_detail<T>(op)}, send, receive);
     });
   }
 }
@@ -112,7 +112,7 @@ void ThreadsFabric::all_reduce(std::span<std::int64_t> values, ReduceOp op, std:
 
 void ThreadsFabric::broadcast(void* data, std::size_t bytes, int root, std::string_view phase) {
   WB_CHECK(root >= 0 && root < size(), "broadcast (phase '{}'): root {} is outside [0, {})", phase, root, size());
-  Signature signature{Kind::kBroadcast, std::string(phase), bytes, root};
+  Signature signature{Collective::kBroadcast, std::string(phase), bytes, root};
   if (bytes <= kSmallBytes) {
     hub_->gather_small(rank_, sequence_++, std::move(signature), data, bytes, [&](const std::byte* all) {
       if (bytes > 0 && rank_ != root) std::memcpy(data, all + bytes * static_cast<std::size_t>(root), bytes);
