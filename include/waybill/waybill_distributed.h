@@ -16,8 +16,9 @@ extern "C" {
 typedef struct wb_group wb_group;   /* P ranks in this process (the threads engine) */
 typedef struct wb_fabric wb_fabric; /* one rank of a group; owned by the group, used by one thread at a time */
 
-/* timeout_ms: longest wait for a peer; 0 = the default of 60 s. */
-WB_API wb_status wb_group_create(int32_t P, int64_t timeout_ms, wb_group** group) WB_NOEXCEPT;
+/* timeout_ms: longest wait for a peer; 0 = the default of 60 s. ranks_per_node: the group plays ceil(P / ranks_per_node) nodes, which
+   the two-level exchange respects; 0 = one node. */
+WB_API wb_status wb_group_create(int32_t P, int64_t timeout_ms, int32_t ranks_per_node, wb_group** group) WB_NOEXCEPT;
 WB_API void wb_group_destroy(wb_group* group) WB_NOEXCEPT;
 WB_API wb_status wb_group_fabric(wb_group* group, int32_t rank, wb_fabric** fabric) WB_NOEXCEPT;
 /* Wakes every rank that waits for this one with WB_PEER_FAILED and `reason`. Call it when a rank gives up. */
@@ -31,6 +32,8 @@ WB_API wb_status wb_fabric_all_reduce_f32(wb_fabric* fabric, float* values, int6
 
 enum wb_exchange_mode { WB_EAGER = 0, WB_CAPTURED = 1 };
 enum wb_combine_wire { WB_WIRE_F32 = 0, WB_WIRE_BF16 = 1 };
+/* Rows go once per destination rank; or once per remote node and on from there; or whichever fits the nodes of the group. */
+enum wb_hierarchy { WB_FLAT = 0, WB_TWO_LEVEL = 1, WB_HIERARCHY_AUTO = 2 };
 
 typedef struct wb_exchange_config {
   uint64_t struct_size;
@@ -38,7 +41,7 @@ typedef struct wb_exchange_config {
   int64_t T_max;         /* most tokens a rank may bring; captured mode must know it */
   int64_t alignment;     /* every expert's rows start at a multiple of it */
   double receive_factor; /* 0 = worst case */
-  int32_t mode, combine_wire, debug_checks, reserved;
+  int32_t mode, combine_wire, debug_checks, hierarchy;
 } wb_exchange_config;
 WB_API wb_status wb_exchange_config_init(wb_exchange_config* config, uint64_t struct_size) WB_NOEXCEPT;
 
@@ -109,7 +112,9 @@ typedef struct wb_moe_config {
   int32_t expert_tensor_parallel; /* F split over this many ranks */
   int32_t aux_counts_unbiased;    /* 1: losses count the set chosen without bias and groups */
   int32_t allow_dense_map;        /* 0: refuse batches whose compact routes are not legal */
-  int32_t force_dense_map, reserved;
+  int32_t force_dense_map, hierarchy;
+  int32_t overlap_shared; /* 1: compute the shared expert while rows travel; same bits */
+  int32_t reserved;
 } wb_moe_config;
 WB_API wb_status wb_moe_config_init(wb_moe_config* config, uint64_t struct_size) WB_NOEXCEPT;
 

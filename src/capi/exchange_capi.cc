@@ -14,6 +14,7 @@ wb_exchange_config default_exchange_config() {
   config.receive_factor = defaults.receive_factor;
   config.mode = static_cast<std::int32_t>(defaults.mode);
   config.combine_wire = static_cast<std::int32_t>(defaults.combine_wire);
+  config.hierarchy = static_cast<std::int32_t>(defaults.hierarchy);
   return config;
 }
 
@@ -29,6 +30,7 @@ ExchangeConfig to_exchange_config(const wb_exchange_config* config) {
   result.combine_wire = checked_enum(given.combine_wire, CombineWire::kBF16, "combine_wire");
   result.alignment = given.alignment;
   result.debug_checks = given.debug_checks != 0;
+  result.hierarchy = checked_enum(given.hierarchy, Hierarchy::kAuto, "hierarchy");
   return result;
 }
 

@@ -5,12 +5,14 @@
 using namespace waybill;
 using namespace waybill::capi;
 
-wb_status wb_group_create(int32_t P, int64_t timeout_ms, wb_group** group) noexcept {
+wb_status wb_group_create(int32_t P, int64_t timeout_ms, int32_t ranks_per_node, wb_group** group) noexcept {
   return guarded([&] {
     wb_group*& target = required(group, "group");
     WB_CHECK(P >= 1 && P <= 1024, "P is {}, allowed are 1 to 1024", P);
     WB_CHECK(timeout_ms >= 0, "timeout_ms is {}, it must not be negative (0 = default)", timeout_ms);
+    WB_CHECK(ranks_per_node >= 0, "ranks_per_node is {}, it must not be negative (0 = one node)", ranks_per_node);
     FabricOptions options;
+    options.ranks_per_node = ranks_per_node;
     if (timeout_ms > 0) options.timeout = std::chrono::milliseconds(timeout_ms);
     auto created = std::make_unique<wb_group>();
     for (auto& fabric : make_thread_group(P, options)) created->ranks.push_back(std::make_unique<wb_fabric>(wb_fabric{std::move(fabric)}));

@@ -35,6 +35,8 @@ wb_moe_config default_moe_config() {
   config.recompute = static_cast<std::int32_t>(defaults.recompute);
   config.expert_tensor_parallel = defaults.expert_tensor_parallel;
   config.allow_dense_map = defaults.allow_dense_map ? 1 : 0;
+  config.hierarchy = static_cast<std::int32_t>(defaults.hierarchy);
+  config.overlap_shared = defaults.overlap_shared ? 1 : 0;
   return config;
 }
 
@@ -76,6 +78,8 @@ MoeConfig to_moe_config(const wb_moe_config* config) {
   result.aux_counts = given.aux_counts_unbiased != 0 ? AuxCounts::kUnbiased : AuxCounts::kDispatch;
   result.allow_dense_map = given.allow_dense_map != 0;
   result.force_dense_map = given.force_dense_map != 0;
+  result.hierarchy = checked_enum(given.hierarchy, Hierarchy::kAuto, "hierarchy");
+  result.overlap_shared = given.overlap_shared != 0;
   return result;
 }
 

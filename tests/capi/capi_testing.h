@@ -56,9 +56,9 @@ struct RouteMemory {
 };
 
 // Runs body(fabric, rank) on P threads of the caller. A body that fails must abort its fabric itself.
-inline void on_ranks(int P, const std::function<void(wb_fabric*, int)>& body, std::int64_t timeout_ms = 20000) {
+inline void on_ranks(int P, const std::function<void(wb_fabric*, int)>& body, std::int64_t timeout_ms = 20000, std::int32_t ranks_per_node = 0) {
   wb_group* group = nullptr;
-  ASSERT_WB_OK(wb_group_create(P, timeout_ms, &group));
+  ASSERT_WB_OK(wb_group_create(P, timeout_ms, ranks_per_node, &group));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < P; ++rank) {
     wb_fabric* fabric = nullptr;

@@ -42,7 +42,10 @@ TEST(CApiErrors, NullPointersAreNamed) {
   call.inputs.logits.data = nullptr;
   EXPECT_EQ(call.run(), WB_INVALID_ARGUMENT);
   EXPECT_THAT(wb_last_error(), HasSubstr("inputs.logits.data is null"));
-  EXPECT_EQ(wb_group_create(2, 0, nullptr), WB_INVALID_ARGUMENT);
+  wb_group* group = nullptr;
+  EXPECT_EQ(wb_group_create(2, 0, -1, &group), WB_INVALID_ARGUMENT);
+  EXPECT_THAT(wb_last_error(), HasSubstr("ranks_per_node is -1"));
+  EXPECT_EQ(wb_group_create(2, 0, 0, nullptr), WB_INVALID_ARGUMENT);
   EXPECT_EQ(wb_thread_pool_create(1, nullptr), WB_INVALID_ARGUMENT);
   EXPECT_EQ(wb_route_validate(nullptr, 0), WB_INVALID_ARGUMENT);
   EXPECT_EQ(wb_exchange_plan(nullptr, &call.memory.route, nullptr), WB_INVALID_ARGUMENT);

@@ -6,11 +6,17 @@
 namespace waybill::capi_testing {
 namespace {
 
+struct Nodes {
+  std::int32_t hierarchy, ranks_per_node;
+};
+class CApiExchangeNodes : public testing::TestWithParam<Nodes> {};
+INSTANTIATE_TEST_SUITE_P(CApi, CApiExchangeNodes, testing::Values(Nodes{WB_FLAT, 0}, Nodes{WB_TWO_LEVEL, 2}, Nodes{WB_HIERARCHY_AUTO, 2}));
+
 // Identity experts, unit weights: combine(dispatch(x)) = K x, ragged T, and the slot values find their way back.
-TEST(CApiExchange, RoundTripGivesKTimesXAndReturnsSlotValues) {
+TEST_P(CApiExchangeNodes, RoundTripGivesKTimesXAndReturnsSlotValues) {
   constexpr int P = 4;
   constexpr std::int64_t H = 6, E = 8, K = 2;
-  on_ranks(P, [](wb_fabric* fabric, int rank) {
+  const auto round_trip = [](wb_fabric* fabric, int rank) {
     const std::int64_t T = rank;  // rank 0 has none
     RouteMemory memory(T, K, E);
     std::vector<float> x(static_cast<std::size_t>(T * H)), out(x.size(), -1.0f), d_weights(static_cast<std::size_t>(T * K), -1.0f);
@@ -29,6 +35,7 @@ TEST(CApiExchange, RoundTripGivesKTimesXAndReturnsSlotValues) {
     config.E = E;
     config.K = K;
     config.debug_checks = 1;
+    config.hierarchy = GetParam().hierarchy;
     wb_exchange* exchange = nullptr;
     wb_dispatch* dispatch = nullptr;
     ASSERT_WB_OK(wb_exchange_create(&config, fabric, &exchange));
@@ -63,7 +70,8 @@ TEST(CApiExchange, RoundTripGivesKTimesXAndReturnsSlotValues) {
     EXPECT_EQ(status.flags, 0u);
     wb_dispatch_destroy(dispatch);
     wb_exchange_destroy(exchange);
-  });
+  };
+  on_ranks(P, round_trip, 20000, GetParam().ranks_per_node);
 }
 
 TEST(CApiExchange, ConfigsThatCannotWorkAreRefusedOnEveryRank) {

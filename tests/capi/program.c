@@ -133,7 +133,7 @@ int main(void) {
   REQUIRE(wb_check_version(WB_ABI_VERSION, WB_VERSION_STRING));
   printf("%s\n", wb_build_info());
   wb_group* group = NULL;
-  REQUIRE(wb_group_create(P, 20000, &group));
+  REQUIRE(wb_group_create(P, 20000, 0, &group));
   pthread_t threads[P];
   struct rank_job jobs[P];
   for (int rank = 0; rank < P; ++rank) {

@@ -8,7 +8,7 @@ int main(void) {
     return 1;
   }
   wb_group* group = NULL;
-  if (wb_group_create(2, 0, &group) != WB_OK) return 1;
+  if (wb_group_create(2, 0, 0, &group) != WB_OK) return 1;
   wb_group_destroy(group);
   puts(wb_version());
   return 0;
