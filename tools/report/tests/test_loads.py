@@ -43,7 +43,7 @@ class LoadPlotsTest(unittest.TestCase):
 
     def test_a_file_without_records_is_refused_in_one_line(self):
         path = self.folder / "records.json"
-        for text in ("{", '{"records": []}', "[1]"):
+        for text in ("{", '{"records": []}', "[1]", '{"records": 5}', '{"records": [{"op": "moe layer"}]}', json.dumps({"records": [record("a: forward", "time", "x")]})):
             path.write_text(text, encoding="utf-8")
             code, errors = self.quiet(moe_bench.main, str(path))
             self.assertEqual(code, 2)

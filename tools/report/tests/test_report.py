@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import re
 import tempfile
@@ -95,6 +96,61 @@ class ReportTest(unittest.TestCase):
         self.assertFalse((self.folder / "report.html").exists())
         with self.assertRaises(RunError):
             load_run(self.folder)
+
+    def test_a_run_without_one_finite_loss_is_shown(self):
+        lines = [json.dumps(HEADER), json.dumps(step(1) | {"loss": None, "valid": False}), json.dumps(step(2)).replace("2.5", "NaN"),
+                 '{"kind": "eval", "step": 2, "loss": Infinity}']  # fmt: skip
+        (self.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        code, _, errors = self.run_command(str(self.folder))
+        self.assertEqual((code, errors), (0, ""))
+        page = (self.folder / "report.html").read_text(encoding="utf-8")
+        self.assertEqual(page.count("<b>not finite</b>"), 2)
+        self.assertIn("<b>1</b><span>steps without an update", page)
+        self.assertEqual(list(plots.loss(load_run(self.folder)).data[0].y), [None, None])
+
+    def test_damaged_records_are_one_line_with_file_line_and_field(self):
+        cases = {
+            '{"kind": "step", "step": "7", "loss": 1}': 'step of a step record is "7", expected a whole number',
+            '{"kind": "step", "step": 7}': "loss of a step record is missing",
+            '{"kind": "step", "step": 7, "loss": 1, "phase_ms": [1]}': "phase_ms of a step record is [1], expected numbers by name",
+            '{"kind": "step", "step": 7, "loss": 1, "layers": [{"layer": 1, "counts": ["a"]}]}': "expected layers with counts",
+            '{"kind": "step", "step": 7, "loss": 1, "layers": {"layer": 1}}': "expected layers with counts",
+            '{"kind": "eval", "step": 7, "loss": "low"}': 'loss of a eval record is "low"',
+            '{"kind": "sample", "text": 5}': "text of a sample record is 5",
+            '{"kind": "header", "schema": 99}': "schema 99 of the metrics, this report reads 1",
+            '{"kind": 7}': 'not a record with a "kind"',
+            "[" * 100000: "cannot be read",
+            "[]": 'not a record with a "kind"',
+        }
+        for line, expected in cases.items():
+            with self.subTest(line[:60]):
+                self.write([HEADER, step(1)], tail=line + "\n")
+                code, _, errors = self.run_command(str(self.folder))
+                self.assertEqual(code, 2)
+                self.assertEqual(len(errors.splitlines()), 1, errors)
+                self.assertIn("metrics.jsonl:3: ", errors)
+                self.assertIn(expected, errors)
+        self.write([HEADER, step(1), step(2, counts=(1, 2))])
+        code, _, errors = self.run_command(str(self.folder))
+        self.assertEqual((code, len(errors.splitlines())), (2, 1))
+        self.assertIn("step 2: layer 1 has 2 counts, earlier steps have 4", errors)
+
+    def test_only_files_are_replaced(self):
+        self.write([HEADER, step(1)])
+        pipe, folder, target = self.folder / "pipe", self.folder / "folder", self.folder / "target.html"
+        os.mkfifo(pipe)
+        folder.mkdir()
+        for output, expected in ((pipe, "not a regular file: it is not replaced"), (folder, "is a folder: it is not replaced"),
+                                 (self.folder / "none" / "a.html", "none is not a folder"), (pathlib.Path("/dev/null"), "/dev/null is not a regular file")):  # fmt: skip
+            code, _, errors = self.run_command(str(self.folder), "--output", str(output))
+            self.assertEqual(code, 2)
+            self.assertIn(expected, errors)
+        self.assertTrue(pipe.is_fifo() and folder.is_dir() and pathlib.Path("/dev/null").is_char_device())
+        target.write_text("old", encoding="utf-8")
+        (self.folder / "link.html").symlink_to(target)
+        self.assertEqual(self.run_command(str(self.folder), "--output", str(self.folder / "link.html"))[0], 0)
+        self.assertTrue((self.folder / "link.html").is_symlink())
+        self.assertIn("<!doctype html>", target.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

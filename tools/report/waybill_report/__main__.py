@@ -11,7 +11,12 @@ from waybill_report.run import RunError, load_run
 
 
 def write_atomically(path, text):
-    """All of the file or none of it."""
+    """All of the file or none of it. Only a file is replaced: never a folder, a device or a pipe. A link stays, its target is written."""
+    path = pathlib.Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}: it is not replaced")
+    if not path.parent.is_dir():
+        raise RunError(f"cannot write {path}: {path.parent} is not a folder")
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

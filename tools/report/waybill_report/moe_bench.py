@@ -19,10 +19,16 @@ def load_records(path):
     try:
         data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         records = [record for record in data["records"] if record["op"] == "moe layer"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if not records:
+            raise RunError(f"{path}: no record of the MoE benchmark")
+        return by_stack(records)
+    except KeyError as error:
+        raise RunError(f"{path}: not a file of benchmark records ({error} is missing)") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
         raise RunError(f"{path}: not a file of benchmark records ({error})") from None
-    if not records:
-        raise RunError(f"{path}: no record of the MoE benchmark")
+
+
+def by_stack(records):
     stacks = {}
     for record in records:
         name, _, passes = record["variant"].partition(": ")

@@ -24,13 +24,17 @@ def tail_mean(values, count=20):
     return sum(values) / len(values) if values else None
 
 
+def number(value):
+    return "not finite" if value is None else f"{value:.4f}"
+
+
 def facts_of(run):
     """(value, label) pairs; facts that the run did not record are left out."""
     last = run.steps[-1]
     facts = [(f"{last['step']}", "steps")]
     if run.evals:
-        facts.append((f"{run.evals[-1]['loss']:.4f}", "held-out loss, nats"))
-    facts.append((f"{last['loss']:.4f}", "last training loss"))
+        facts.append((number(run.evals[-1]["loss"]), "held-out loss, nats"))
+    facts.append((number(last["loss"]), "last training loss"))
     for key, label in (("unigram_entropy", "unigram entropy"), ("bigram_entropy", "bigram entropy")):
         if run.header.get(key):
             facts.append((f"{run.header[key]:.4f}", label))
@@ -47,7 +51,7 @@ def facts_of(run):
             facts.append((form.format(value), label))
     invalid = sum(1 for step in run.steps if step.get("valid") is False)
     if invalid:
-        facts.append((str(invalid), "steps skipped after receive overflow"))
+        facts.append((str(invalid), "steps without an update: loss or gradient not finite"))
     return facts
 
 
