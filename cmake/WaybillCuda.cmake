@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # CUDA: compiler, code objects, and the two kinds of target. CPU-only builds never read this file.
 # Hot kernels are built for sm_90a; WAYBILL_CUDA_PORTABLE adds sm_80 code and compute_100 PTX (never run by us: unverified).
 option(WAYBILL_CUDA_PORTABLE "Also build sm_80 code and compute_100 PTX" OFF)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Third-party packages. A missing one stops the configuration and is named with what it is for and how to get it; a half-installed
 # one (libraries without headers) is named as such instead of being passed over.
 

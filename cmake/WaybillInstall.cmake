@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # cmake --install: headers, libwaybill.so, the waybill command, configs, and a CMake package (find_package(waybill)).
 include(CMakePackageConfigHelpers)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Options and compiler flags, in one place. The third-party packages are in WaybillDependencies.cmake.
 option(WAYBILL_BUILD_TOOLS "Build the waybill command" ${PROJECT_IS_TOP_LEVEL})
 option(WAYBILL_BUILD_TESTS "Build the tests" OFF)

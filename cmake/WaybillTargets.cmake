@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # waybill_add_folder(<name> SOURCES ... LINK <folder> ...)
 # The static library waybill_<name> of one src folder. LINK names earlier folders (scripts/check_layers.py checks includes).
 function(waybill_add_folder name)
