@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
-#   scripts/gpu_build.sh OUT [program ...]     programs: test_cuda_router test_cuda_fabric bench_cuda_router (default: all)
+#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,gemm}, test_cuda_fabric (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
 set -euo pipefail
@@ -15,17 +15,22 @@ cuda_include=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/include
 arch=${WAYBILL_GPU_ARCH:--gencode=arch=compute_90a,code=sm_90a}
 cxx_flags="-std=c++20 -O2 -DFMT_HEADER_ONLY=1 -ffp-contract=off -fno-math-errno -pthread $include -isystem $cuda_include"
 cu_flags="-std=c++20 -O3 -DFMT_HEADER_ONLY=1 $arch -fmad=false -lineinfo -Xptxas=-v --expt-relaxed-constexpr --extended-lambda -Xcompiler=-ffp-contract=off $include"
-library="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/implementation.cc src/core/log.cc src/core/status.cc src/core/tensor.cc
-  src/core/thread_pool.cc src/core/workspace.cc src/route/route.cc $(ls src/ops/router/*.cc src/core/cuda/*.cc src/ops/router/cuda/*.cc)
-  $(ls src/fabric/cuda_local/*.cc 2>/dev/null || true) $(ls src/ops/router/cuda/*.cu src/fabric/cuda_local/*.cu 2>/dev/null || true) tests/cuda/device_random.cu"
+found() { ls "$@" 2>/dev/null || true; }
+core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/implementation.cc src/core/log.cc src/core/status.cc src/core/tensor.cc
+  src/core/thread_pool.cc src/core/workspace.cc $(ls src/core/cuda/*.cc) tests/cuda/device_random.cu"
+router="src/route/route.cc $(ls src/ops/router/*.cc src/ops/router/cuda/*.cc src/ops/router/cuda/*.cu)"
+fabric="$(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
+gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu) tests/cuda/gemm_reference.cu"
 declare -A sources=(
-  [test_cuda_router]="tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
-  [test_cuda_fabric]="tests/cuda/fabric_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
-  [bench_cuda_router]="bench/cuda/router_bench.cc"
+  [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
+  [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
+  [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
+  [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
+  [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
 )
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric bench_cuda_router)
-all=$library
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_gemm bench_cuda_router bench_cuda_gemm)
+all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done
 done
@@ -41,9 +46,9 @@ compile() {
 export -f compile
 export out nvcc cu_flags cxx_flags
 # The longest compiles first.
-printf '%s\n' $all | sort -u | awk '{print ($0 ~ /warp_long/ ? 0 : ($0 ~ /\.cu$/ ? 1 : 2)), $0}' | sort -n | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} bash -c 'compile {} || exit 255'
+printf '%s\n' $all | sort -u | awk '{print ($0 ~ /warp_long|grouped_/ ? 0 : ($0 ~ /\.cu$/ ? 1 : 2)), $0}' | sort -n | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} bash -c 'compile {} || exit 255'
 objects() { for file in "$@"; do [ -f "$file" ] && echo "$out/obj/$(echo "$file" | tr '/' '_').o"; done; }
 for program in "${programs[@]}"; do
-  g++ -o "$out/$program" $(objects $library ${sources[$program]}) ${deps:+-L$deps/lib} -lgtest -lgmock -L"$(dirname "$cuda_include")/lib64" -lcudart_static -ldl -lrt -pthread \
+  g++ -o "$out/$program" $(objects ${sources[$program]}) ${deps:+-L$deps/lib} -lgtest -lgmock -L"$(dirname "$cuda_include")/lib64" -lcudart_static -ldl -lrt -pthread \
     -static-libstdc++ -static-libgcc
 done

@@ -65,6 +65,16 @@ __device__ __forceinline__ std::uint32_t atom_add_acq_rel_gpu(std::uint32_t* p, 
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
   return r;
 }
+__device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint32_t* p) {
+  std::uint32_t r;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+__device__ __forceinline__ std::uint32_t atom_add_relaxed_gpu(std::uint32_t* p, std::uint32_t v) {
+  std::uint32_t r;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
+  return r;
+}
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void st_release_sys(std::uint32_t* p, std::uint32_t v) {
@@ -114,6 +124,92 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 // Ordinary shared-memory accesses before it are seen by the copy engine after it, and the other way round.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_arrive(std::uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+
+// --- clusters (sm_90) ---
+__device__ __forceinline__ std::uint32_t cluster_rank() {
+  std::uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The address of this CTA's shared memory location in CTA `rank` of the cluster.
+__device__ __forceinline__ std::uint32_t map_shared(const void* p, std::uint32_t rank) {
+  std::uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(smem_address(p)), "r"(rank));
+  return r;
+}
+__device__ __forceinline__ void mbarrier_arrive_remote(std::uint32_t mapped_bar) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped_bar) : "memory");
+}
+// Four bytes into another CTA's shared memory; they count on that CTA's barrier when they are there.
+__device__ __forceinline__ void store_remote(std::uint32_t mapped_p, std::uint32_t value, std::uint32_t mapped_bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(mapped_p), "r"(value), "r"(mapped_bar) : "memory");
+}
+
+// --- tensor copies (sm_90): a box of a tensor map to shared memory; coordinates innermost first, elements outside become 0 ---
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void tensor_load_2d(void* smem, const void* map, int x, int y, std::uint64_t* bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(smem_address(smem)), "l"(map),
+               "r"(x), "r"(y), "r"(smem_address(bar))
+               : "memory");
+}
+__device__ __forceinline__ void tensor_load_3d(void* smem, const void* map, int x, int y, int z, std::uint64_t* bar) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(smem_address(smem)),
+               "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(bar))
+               : "memory");
+}
+// The same box to the same place in every CTA of `ctas` (a bit each); each counts on its own barrier.
+__device__ __forceinline__ void tensor_load_2d_multicast(void* smem, const void* map, int x, int y, std::uint64_t* bar, std::uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+          smem_address(smem)),
+      "l"(map), "r"(x), "r"(y), "r"(smem_address(bar)), "h"(ctas)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_load_3d_multicast(void* smem, const void* map, int x, int y, int z, std::uint64_t* bar, std::uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
+          smem_address(smem)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(bar)), "h"(ctas)
+      : "memory");
+}
+
+// --- programmatic dependent launch (sm_90) ---
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- warpgroups (sm_90a); the matrix instructions themselves are in wgmma.cuh ---
+template <int kRegisters>
+__device__ __forceinline__ void register_limit_raise() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void register_limit_lower() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving reads and writes of accumulators across it: put it beside wgmma_wait, which does not name them.
+template <int kCount>
+__device__ __forceinline__ void wgmma_keep(float (&acc)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+// Barrier `id` (1 to 15) among `threads` threads, whole warps.
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// --- vector adds in global memory (sm_90), 16-byte aligned ---
+__device__ __forceinline__ void red_add_v4(float* p, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 #endif
 
 }  // namespace waybill::ptx

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense 8192^3 of the
+// same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails: its record says "checked": false.
+//   bench_cuda_gemm OUT.jsonl [--filter TEXT] [--loads] [--sweep]
+//     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and those of the peers (softmax, one expert with 90%, zipf)
+//     --sweep   every tile and band instead of the policy's choice; no records
+// Method "burst": before each of 5 repetitions the device spins 15 ms, so that the host queues ahead; then 10 calls between two events; the
+// median. Random normal data, clocks left alone, one set of buffers. TFLOP/s count valid rows.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "bench/cuda/gemm_dense.h"
+#include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
+#include "cuda/device_random.h"
+#include "cuda/gemm_reference.h"
+#include "cuda/gemm_spin.h"
+#include "ops/gemm/cuda/grouped_run.h"
+#include "waybill/workload.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr double kBytesPerUs = 4.29e6;      // docs/perf/router.md says where the figure comes from
+constexpr double kTargetDense = 803;        // targets belong to a run whose dense product reaches this; they are scaled to this run's
+constexpr std::int64_t kDense = 8192;
+
+struct Shape {
+  std::int64_t L, rows, N, C;  // rows: mean of a group
+  const char* load;
+  double fwd, dgrad, store, accumulate;  // TFLOP/s wanted; 0: none
+};
+
+std::vector<std::int64_t> counts_of(const Shape& s) {
+  const std::string load = s.load;
+  const std::int64_t total = s.L * s.rows;
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(s.L), s.rows);
+  if (load == "even") return counts;
+  if (load[0] == 'W') {
+    WorkloadConfig config;
+    config.workload = parse_workload(load), config.E = s.L, config.K = std::min<std::int64_t>(4, s.L);
+    config.T = config.workload == Workload::kFewRows ? few_rows_tokens(config.E, config.K) : total / config.K;
+    return workload_counts(config);
+  }
+  std::mt19937 random(1);
+  std::normal_distribution<double> normal;
+  std::vector<double> share(counts.size());
+  for (std::size_t i = 0; i < share.size(); ++i) {
+    share[i] = load == "softmax" ? std::exp(normal(random)) : (load == "zipf" ? 1.0 / static_cast<double>(i + 1) : (i == 0 ? 9.0 * static_cast<double>(s.L - 1) : 1.0));
+  }
+  const double sum = std::accumulate(share.begin(), share.end(), 0.0);
+  std::int64_t given = 0;
+  for (std::size_t i = 0; i < share.size(); ++i) given += counts[i] = static_cast<std::int64_t>(share[i] / sum * static_cast<double>(total));
+  for (std::size_t i = 0; given < total; i = (i + 1) % counts.size()) ++counts[i], ++given;
+  return counts;
+}
+
+struct Spread {
+  double us = 0, spread = 0;
+};
+
+template <class Body>
+Spread time_burst(const CudaStream& stream, int repetitions, int calls, double spin_ms, const Body& body) {
+  const CudaEvent begin, end;
+  body();
+  stream.synchronize();
+  std::vector<double> us;
+  for (int r = 0; r < repetitions; ++r) {
+    spin(spin_ms, stream);
+    begin.record(stream);
+    for (int i = 0; i < calls; ++i) body();
+    end.record(stream);
+    end.synchronize();
+    us.push_back(static_cast<double>(end.elapsed_us_since(begin)) / calls);
+  }
+  std::sort(us.begin(), us.end());
+  return {us[us.size() / 2], us.back() - us.front()};
+}
+
+enum Op : int { kForward = 0, kDgrad, kStore, kStoreF32, kAccumulate, kNumOps };
+constexpr const char* kOpNames[] = {"gemm_fwd", "gemm_dgrad", "gemm_wgrad bf16", "gemm_wgrad f32", "gemm_wgrad f32 +="};
+
+class Bench {
+ public:
+  explicit Bench(const Shape& s) : s_(s) {
+    const std::vector<std::int64_t> counts = counts_of(s);
+    std::vector<std::int32_t> offsets(counts.size() + 1, 0);
+    for (std::size_t i = 0; i < counts.size(); ++i) offsets[i + 1] = offsets[i] + static_cast<std::int32_t>(counts[i]);
+    S_ = offsets.back();
+    largest_ = *std::max_element(counts.begin(), counts.end());
+    for (const std::int64_t c : counts) used_ += c > 0 ? 1 : 0;
+    offsets_ = DeviceBuffer(offsets.size() * 4);
+    offsets_.upload(offsets.data(), offsets_.bytes());
+    a_ = random(S_ * s.C, 1), w_ = random(s.L * s.N * s.C, 2), dy_ = random(S_ * s.N, 3);
+    const std::int64_t out = std::max({S_ * s.N * 2, S_ * s.C * 2, s.L * s.N * s.C * 4});
+    d_ = DeviceBuffer(static_cast<std::size_t>(out));
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
+  GroupedProblem problem(Op op) const {
+    GroupedProblem p{};
+    p.form = op == kForward ? GemmForm::kNT : (op == kDgrad ? GemmForm::kNN : GemmForm::kTN);
+    p.output = op == kStoreF32 ? GemmOutput::kF32 : (op == kAccumulate ? GemmOutput::kAddF32 : GemmOutput::kBf16);
+    p.groups = s_.L, p.rows = S_, p.offsets = offsets_.as<std::int32_t>(), p.d = d_.data();
+    p.a = op == kForward ? a_.data() : dy_.data();
+    p.b = op == kForward || op == kDgrad ? w_.data() : a_.data();
+    p.m = op >= kStore ? s_.N : 0, p.n = op == kForward ? s_.N : s_.C, p.k = op == kForward ? s_.C : (op == kDgrad ? s_.N : 0);
+    return p;
+  }
+  bool check(Op op, const GemmTuning& tuning) const {
+    if (op == kAccumulate) {
+      WB_TRY_CUDA(cudaMemsetAsync(d_.data(), 0, d_.bytes(), stream_));
+    } else {
+      d_.fill(0xcd, stream_);
+    }
+    const GroupedProblem p = problem(op);
+    run_grouped(p, tuning, 0, stream_);
+    const std::int64_t samples = op >= kStore ? std::min<std::int64_t>(20000, std::int64_t{1500000000} / std::max<std::int64_t>(largest_, 1)) : 20000;
+    const GemmCheck got = check_grouped(p, nullptr, 0xcd, S_, samples, stream_);
+    if (got.wrong != 0) fmt::print("{} {}: {}\n", kOpNames[op], describe(tuning), got.describe());
+    return got.wrong == 0 && got.checked > 0;
+  }
+  Spread time(Op op, const GemmTuning& tuning, int repetitions, int calls, double spin_ms) const {
+    const GroupedProblem p = problem(op);
+    return time_burst(stream_, repetitions, calls, spin_ms, [&] { run_grouped(p, tuning, 0, stream_); });
+  }
+  double flops() const { return 2.0 * static_cast<double>(S_) * static_cast<double>(s_.N) * static_cast<double>(s_.C); }
+  // Operands read once, weights and their gradients of groups that have rows (a gradient of an empty group is zeros that must be written).
+  double bytes(Op op) const {
+    const double weights = static_cast<double>(s_.N) * static_cast<double>(s_.C), rows = static_cast<double>(S_);
+    const double wide = rows * static_cast<double>(s_.N + s_.C) * 2;
+    if (op < kStore) return wide + static_cast<double>(used_) * weights * 2;
+    const double size = op == kStore ? 2 : (op == kStoreF32 ? 4 : 8);
+    return wide + static_cast<double>(op == kAccumulate ? used_ : s_.L) * weights * size;
+  }
+  double target(Op op) const { return op == kForward ? s_.fwd : (op == kDgrad ? s_.dgrad : (op == kStore ? s_.store : (op == kAccumulate ? s_.accumulate : 0))); }
+  std::string name() const { return fmt::format("{}x{} N{} C{} {}", s_.L, s_.rows, s_.N, s_.C, s_.load); }
+
+ private:
+  static DeviceBuffer random(std::int64_t count, std::uint64_t seed) {
+    DeviceBuffer buffer(static_cast<std::size_t>(std::max<std::int64_t>(count, 8)) * 2);
+    fill_normal(buffer.data(), DType::kBF16, static_cast<std::size_t>(count), seed, 1.0f, nullptr);
+    return buffer;
+  }
+  Shape s_;
+  std::int64_t S_ = 0, largest_ = 0, used_ = 0;
+  CudaStream stream_;
+  DeviceBuffer a_, w_, dy_, d_, offsets_;
+};
+
+class Anchor {
+ public:
+  Anchor() : gemm_(kDense, kDense, kDense), a_(kBytes), b_(kBytes), c_(kBytes) {
+    fill_normal(a_.data(), DType::kBF16, kBytes / 2, 11, 1.0f, nullptr), fill_normal(b_.data(), DType::kBF16, kBytes / 2, 12, 1.0f, nullptr);
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
+  double tflops() {
+    const Spread t = time_burst(stream_, 5, 10, 15, [&] { gemm_.run(a_.data(), b_.data(), c_.data(), stream_); });
+    return 2.0 * static_cast<double>(kDense * kDense * kDense) / t.us * 1e-6;
+  }
+
+ private:
+  static constexpr std::size_t kBytes = static_cast<std::size_t>(kDense * kDense) * 2;
+  DenseGemm gemm_;
+  CudaStream stream_;
+  DeviceBuffer a_, b_, c_;
+};
+
+std::FILE* g_out = nullptr;
+bool g_all_match = true;
+
+void record(const Bench& bench, Op op, const GemmTuning& tuning, const Spread& t, double dense, bool checked) {
+  const double rate = bench.flops() / t.us * 1e-6, floor = std::max(bench.flops() / dense * 1e-6, bench.bytes(op) / kBytesPerUs);
+  const double wanted = bench.target(op) * dense / kTargetDense, target = wanted > 0 ? bench.flops() / wanted * 1e-6 : 0;
+  g_all_match &= checked;
+  fmt::print("{:<18} {:<34} {:<38} {:9.1f} us  {:6.1f} TFLOP/s  floor x{:5.2f}  wanted {:>5}{}{}\n", kOpNames[op], bench.name(), describe(tuning), t.us, rate,
+             t.us / floor, wanted > 0 ? fmt::format("{:.0f}", wanted) : "-", wanted > 0 ? (rate >= wanted ? " met" : " MISSED") : "", checked ? "" : "  WRONG");
+  fmt::print(g_out,
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
+             "\"target\":{},\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":50,\"tflops\":{:.1f}}}\n",
+             kOpNames[op], bench.name(), describe(tuning), t.us, t.spread, floor, target > 0 ? fmt::format("{:.2f}", target) : "null", checked ? "true" : "false",
+             t.us, rate);
+  std::fflush(g_out), std::fflush(stdout);
+}
+
+int num_sms() {
+  int count = 0;
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
+  return count;
+}
+
+void measure(const Shape& shape, double dense) {
+  const Bench bench(shape);
+  for (int op = 0; op < kNumOps; ++op) {
+    const auto o = static_cast<Op>(op);
+    const GemmTuning tuning = choose_tuning(bench.problem(o), num_sms());
+    const bool checked = bench.check(o, tuning);
+    record(bench, o, tuning, bench.time(o, tuning, 5, 10, 15), dense, checked);
+  }
+}
+
+void sweep(const Shape& shape, double dense) {
+  const Bench bench(shape);
+  constexpr GemmTile kTiles[] = {{256, 4, 2}, {256, 4, 1}, {192, 5, 2}, {192, 5, 1}, {128, 6, 2}, {128, 6, 1}};
+  for (int op = 0; op < kNumOps; ++op) {
+    const auto o = static_cast<Op>(op);
+    if (o == kStoreF32) continue;
+    std::string line = fmt::format("{:<18} {:<30} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(o) * dense / kTargetDense);
+    for (const GemmTile& tile : kTiles) {
+      for (const int band : {4, 8, 16}) {
+        GemmTuning tuning{tile};
+        tuning.band = band / tile.cluster;
+        if (band == 8 && !bench.check(o, tuning)) line += " WRONG", g_all_match = false;
+        const double us = bench.time(o, tuning, 1, 1, 0.2).us;
+        const int calls = std::clamp(static_cast<int>(8000 / us), 1, 10);
+        line += fmt::format(" {}{:.0f}", band == 4 ? fmt::format("[{}c{}] ", tile.block_n, tile.cluster) : "", bench.flops() / bench.time(o, tuning, 3, calls, 2).us * 1e-6);
+        if (o != kForward && o != kDgrad && band == 4 && tile.block_n != 256) break;
+      }
+    }
+    fmt::print("{}\n", line);
+    std::fflush(stdout);
+  }
+}
+
+std::vector<Shape> shapes(bool with_loads) {
+  std::vector<Shape> all = {
+      {8, 4096, 4096, 7168, "even", 805, 810, 795, 740},    {8, 4096, 7168, 2048, "even", 810, 812, 780, 730},
+      {32, 1024, 4096, 7168, "even", 785, 800, 745, 600},   {128, 2048, 1536, 2048, "even", 780, 788, 745, 680},
+      {128, 2048, 2048, 768, "even", 745, 772, 735, 680},   {32, 288, 512, 1024, "even", 380, 380, 280, 200},
+      {32, 9216, 1024, 512, "even", 670, 700, 750, 650},    {256, 320, 1024, 2048, "even", 560, 560, 560, 480},
+      {256, 320, 2048, 512, "even", 480, 540, 530, 440},    {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
+  };
+  if (!with_loads) return all;
+  for (const char* load : {"softmax", "hot90", "zipf"}) {
+    all.push_back({32, 9216, 1024, 512, load, 650, 680, 715, 620});
+    all.push_back({32, 1024, 4096, 7168, load, 740, 750, 700, 560});
+  }
+  for (const char* load : {"W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9"}) all.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
+  return all;
+}
+
+int main_checked(int argc, char** argv) {
+  std::string path = "gemm.jsonl", filter;
+  bool with_loads = false, is_sweep = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--loads") {
+      with_loads = true;
+    } else if (argument == "--sweep") {
+      is_sweep = true;
+    } else if (argument == "--filter" && i + 1 < argc) {
+      filter = argv[++i];
+    } else {
+      path = argument;
+    }
+  }
+  g_out = std::fopen(path.c_str(), "w");
+  WB_CHECK(g_out != nullptr, "cannot write {}", path);
+  Anchor anchor;
+  const double dense = anchor.tflops();
+  fmt::print("dense 8192^3, cuBLASLt: {:.1f} TFLOP/s\n", dense);
+  for (const Shape& shape : shapes(with_loads)) {
+    if (!filter.empty() && fmt::format("{}x{} N{} C{} {}", shape.L, shape.rows, shape.N, shape.C, shape.load).find(filter) == std::string::npos) continue;
+    is_sweep ? sweep(shape, dense) : measure(shape, dense);
+  }
+  const double after = anchor.tflops();
+  fmt::print("dense 8192^3, cuBLASLt, afterwards: {:.1f} TFLOP/s\n", after);
+  fmt::print(g_out,
+             "{{\"op\":\"dense\",\"case\":\"cuBLASLt bf16 8192^3, before and after: {:.1f}\",\"variant\":\"burst\",\"metric\":\"rate\",\"unit\":\"TFLOP/s\","
+             "\"value\":{:.1f},\"spread\":{:.1f},\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},"
+             "\"p99\":null,\"iterations\":100}}\n",
+             after, dense, std::fabs(after - dense), dense);
+  std::fclose(g_out);
+  return g_all_match ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace waybill::cuda
+
+int main(int argc, char** argv) {
+  try {
+    return waybill::cuda::main_checked(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_cuda_gemm: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times torch._grouped_mm (bf16) on the shapes of bench_cuda_gemm with the same method: 15 ms of spinning, then 10 calls between two
+events, median of 5. wgrad stores bf16.
+
+  python3 bench/peers/torch_grouped.py OUT.jsonl [--loads]
+"""
+import json
+import statistics
+import sys
+
+import torch
+
+SHAPES = [
+    (8, 4096, 4096, 7168), (8, 4096, 7168, 2048), (32, 1024, 4096, 7168), (128, 2048, 1536, 2048), (128, 2048, 2048, 768),
+    (32, 288, 512, 1024), (32, 9216, 1024, 512), (256, 320, 1024, 2048), (256, 320, 2048, 512),
+]  # fmt: skip
+LOADED = [(32, 9216, 1024, 512), (32, 1024, 4096, 7168)]
+
+
+def time_us(fn):
+    fn()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(30_000_000)
+        begin.record()
+        for _ in range(10):
+            fn()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 100)
+    return statistics.median(samples)
+
+
+def counts_of(groups, rows, load):
+    """The loads of bench_cuda_gemm by shape; softmax draws other normal numbers."""
+    total = groups * rows
+    if load == "even":
+        return [rows] * groups
+    if load == "softmax":
+        share = torch.softmax(torch.randn(groups, generator=torch.Generator().manual_seed(1)), 0).tolist()
+    elif load == "zipf":
+        share = [1 / (i + 1) for i in range(groups)]
+    else:
+        share = [9.0 * (groups - 1)] + [1.0] * (groups - 1)
+    counts = [int(s / sum(share) * total) for s in share]
+    for i in range(total - sum(counts)):
+        counts[i % groups] += 1
+    return counts
+
+
+def measure(groups, rows, n, c, load):
+    counts = torch.tensor(counts_of(groups, rows, load))
+    offsets = torch.cumsum(counts, 0).to(torch.int32).cuda()
+    s = groups * rows
+    a = torch.randn(s, c, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(groups, n, c, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(s, n, device="cuda", dtype=torch.bfloat16)
+    ops = {
+        "gemm_fwd": lambda: torch._grouped_mm(a, w.transpose(1, 2), offs=offsets),
+        "gemm_dgrad": lambda: torch._grouped_mm(dy, w, offs=offsets),
+        "gemm_wgrad bf16": lambda: torch._grouped_mm(dy.t(), a, offs=offsets),
+    }
+    return {op: time_us(fn) for op, fn in ops.items()}
+
+
+def main():
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    dense = 2 * 8192**3 / time_us(lambda: x @ y.t()) * 1e-6
+    print(f"dense 8192^3: {dense:.1f} TFLOP/s")
+    cases = [(*s, "even") for s in SHAPES]
+    if "--loads" in sys.argv:
+        cases += [(*s, load) for load in ("softmax", "hot90", "zipf") for s in LOADED]
+    with open(sys.argv[1], "w", encoding="utf-8") as out:
+        for groups, rows, n, c, load in cases:
+            flops = 2 * groups * rows * n * c
+            line = ""
+            for op, us in measure(groups, rows, n, c, load).items():
+                case = f"{groups}x{rows} N{n} C{c} {load}"
+                record = {"op": op, "case": case, "torch_version": torch.__version__, "peers": {"torch": round(us, 2)}, "dense": round(dense, 1)}
+                out.write(json.dumps(record) + "\n")
+                line += f"  {op} {us:.1f} us {flops / us * 1e-6:.1f} TFLOP/s"
+            print(f"{groups}x{rows} N{n} C{c} {load}:{line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

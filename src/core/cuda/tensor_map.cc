@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/cuda/tensor_map.h"
+
+#include <algorithm>
+
+#include "core/cuda/cuda_error.h"
+
+namespace waybill::cuda {
+namespace {
+
+// The driver's function, found through the runtime, so that nothing links to libcuda.
+decltype(&cuTensorMapEncodeTiled) encoder() {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    WB_TRY_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+    if (result != cudaDriverEntryPointSuccess || found == nullptr) WB_FAIL(ErrorCode::kUnsupported, "the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  return function;
+}
+
+}  // namespace
+
+CUtensorMap make_tensor_map_bf16(const char* name, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows) {
+  WB_CHECK(reinterpret_cast<std::uintptr_t>(data) % 16 == 0, "{} must be aligned to 16 bytes, got address {}", name, fmt::ptr(data));
+  WB_CHECK(columns % 8 == 0, "rows of {} must be multiples of 8 elements, got {}", name, columns);
+  const cuuint32_t rank = planes > 0 ? 3 : 2;
+  // An empty tensor is never loaded from, but every extent must be at least 1.
+  const cuuint64_t extents[3] = {static_cast<cuuint64_t>(std::max<std::int64_t>(columns, 1)), static_cast<cuuint64_t>(std::max<std::int64_t>(rows, 1)),
+                                 static_cast<cuuint64_t>(std::max<std::int64_t>(planes, 1))};
+  const cuuint64_t strides[2] = {extents[0] * 2, extents[0] * extents[1] * 2};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), extents, strides, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    WB_FAIL(ErrorCode::kCuda, "cuTensorMapEncodeTiled of {} [{}, {}, {}] failed with driver error {}", name, planes, rows, columns, static_cast<int>(result));
+  }
+  return map;
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/cuda/grouped_instances.cuh"
+
+namespace waybill::cuda {
+
+WB_GEMM_TABLE(grouped_kernels_nn_add, kNN, kAddF32)
+
+}  // namespace waybill::cuda

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/cuda/grouped_instances.cuh"
+
+namespace waybill::cuda {
+
+WB_GEMM_TABLE(grouped_kernels_nt_bf16, kNT, kBf16)
+
+}  // namespace waybill::cuda

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/cuda/grouped_run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
+#include "core/cuda/tensor_map.h"
+#include "ops/gemm/cuda/grouped_kernels.h"
+
+namespace waybill::cuda {
+namespace {
+
+using gemm_limits::kBlockK;
+using gemm_limits::kBlockM;
+
+constexpr std::int64_t kMaxExtent = std::numeric_limits<std::int32_t>::max() - 1024;  // coordinates of tensor maps are int32
+
+std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+std::span<const GemmKernel> kernels_of(GemmForm form, GemmOutput output) {
+  using Table = std::span<const GemmKernel> (*)();
+  static constexpr Table kTables[3][3] = {{grouped_kernels_nt_bf16, grouped_kernels_nt_f32, grouped_kernels_nt_add},
+                                          {grouped_kernels_nn_bf16, grouped_kernels_nn_f32, grouped_kernels_nn_add},
+                                          {grouped_kernels_tn_bf16, grouped_kernels_tn_f32, grouped_kernels_tn_add}};
+  return kTables[static_cast<int>(form)][static_cast<int>(output)]();
+}
+
+const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& tile) {
+  for (const GemmKernel& kernel : kernels_of(form, output)) {
+    if (kernel.tile == tile) return kernel;
+  }
+  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages and clusters of {}", tile.block_n, tile.stages, tile.cluster);
+}
+
+struct LaunchRoom {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+};
+
+void fill_config(LaunchRoom& room, const GemmTile& tile, int num_clusters, bool overlap, cudaStream_t stream) {
+  room.attributes[0].id = cudaLaunchAttributeClusterDimension;
+  room.attributes[0].val.clusterDim = {static_cast<unsigned>(tile.cluster), 1, 1};
+  room.attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  room.attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  room.config.gridDim = dim3(static_cast<unsigned>(num_clusters * tile.cluster));
+  room.config.blockDim = dim3(384);
+  room.config.dynamicSmemBytes = static_cast<std::size_t>(gemm_limits::shared_bytes(tile));
+  room.config.stream = stream;
+  room.config.attrs = room.attributes;
+  room.config.numAttrs = overlap ? 2 : 1;
+}
+
+// Clusters that are resident at once; prepares the kernel on the device the first time.
+int resident_clusters(const GemmKernel& kernel, int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, void (*)(const GroupedParams)>, int> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find({device, kernel.kernel});
+  if (found != known.end()) return found->second;
+  const auto* function = reinterpret_cast<const void*>(kernel.kernel);
+  WB_TRY_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm_limits::shared_bytes(kernel.tile)));
+  LaunchRoom room;
+  fill_config(room, kernel.tile, 1, false, nullptr);
+  int clusters = 0;
+  WB_TRY_CUDA(cudaOccupancyMaxActiveClusters(&clusters, function, &room.config));
+  if (clusters < 1) {
+    WB_FAIL(ErrorCode::kUnsupported, "cuda:{} cannot hold a grouped matmul tile of 128 x {} with {} stages in clusters of {} ({} bytes of shared memory)", device,
+            kernel.tile.block_n, kernel.tile.stages, kernel.tile.cluster, gemm_limits::shared_bytes(kernel.tile));
+  }
+  known[{device, kernel.kernel}] = clusters;
+  return clusters;
+}
+
+// Scratch of one (device, stream): calls on a stream run in order and share it. Counters are zero between launches.
+struct Scratch {
+  DeviceBuffer ticket, arrivals, partials;
+};
+
+void grow_zeroed(DeviceBuffer& buffer, std::size_t bytes, bool zero, int device, cudaStream_t stream) {
+  if (buffer.bytes() >= bytes) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
+  WB_CHECK(status == cudaStreamCaptureStatusNone,
+           "the grouped matmul's scratch of {} bytes is allocated by its first call on a stream: call it once before capturing", bytes);
+  WB_TRY_CUDA(cudaStreamSynchronize(stream));  // earlier calls use the old memory
+  buffer = DeviceBuffer(bytes, device);
+  if (zero) buffer.fill(0, stream);
+}
+
+Scratch& scratch_of(int device, cudaStream_t stream, std::size_t split_units, const GemmTile& tile) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Scratch>> all;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<Scratch>& found = all[{device, stream}];
+  if (found == nullptr) found = std::make_unique<Scratch>();
+  grow_zeroed(found->ticket, sizeof(std::uint32_t), true, device, stream);
+  const std::size_t tiles = split_units * static_cast<std::size_t>(tile.cluster);
+  grow_zeroed(found->arrivals, tiles * 2 * sizeof(std::uint32_t), true, device, stream);
+  grow_zeroed(found->partials, tiles * static_cast<std::size_t>(kBlockM * tile.block_n) * sizeof(float), false, device, stream);
+  return *found;
+}
+
+std::int64_t units_of_tiles(std::int64_t m_tiles, std::int64_t n_tiles, int cluster) {
+  return cluster == 1 ? m_tiles * n_tiles : m_tiles / 2 * n_tiles + m_tiles % 2 * div_up(n_tiles, 2);
+}
+
+}  // namespace
+
+std::string refuse_grouped(const GroupedProblem& p, int device) {
+  int major = 0;
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (major != 9) return fmt::format("needs compute capability 9.0, cuda:{} has {}.x", device, major);
+  for (const auto& [name, value] : {std::pair("rows", p.rows), std::pair("m", p.m), std::pair("n", p.n), std::pair("k", p.k), std::pair("groups", p.groups)}) {
+    if (value > kMaxExtent) return fmt::format("{} = {} exceeds {}", name, value, kMaxExtent);
+  }
+  const std::int64_t contiguous_a = p.form == GemmForm::kTN ? p.m : p.k, contiguous_b = p.form == GemmForm::kNT ? p.k : p.n;
+  if (contiguous_a % 8 != 0 || contiguous_b % 8 != 0 || p.n % 8 != 0) {
+    return fmt::format("rows must be multiples of 16 bytes (8 bf16): {} and {} elements, {} of the result", contiguous_a, contiguous_b, p.n);
+  }
+  for (const auto& [name, pointer] : {std::pair("a", p.a), std::pair("b", p.b), std::pair("d", static_cast<const void*>(p.d))}) {
+    if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) return fmt::format("{} is not aligned to 16 bytes: {}", name, fmt::ptr(pointer));
+  }
+  if (p.bias != nullptr && reinterpret_cast<std::uintptr_t>(p.bias) % 8 != 0) return fmt::format("bias is not aligned to 8 bytes: {}", fmt::ptr(p.bias));
+  if (p.form != GemmForm::kTN && p.k == 0) return "nothing to contract";
+  return {};
+}
+
+std::string describe(const GemmTuning& t) {
+  return fmt::format("128x{}x64, {} stages, cluster {}, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.band);
+}
+
+void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int device, cudaStream_t stream) {
+  const GroupedProblem& p = problem;
+  const bool is_tn = p.form == GemmForm::kTN;
+  if (p.groups == 0 || p.n == 0 || (is_tn ? p.m == 0 : p.rows == 0)) return;
+  const GemmKernel& kernel = find_kernel(p.form, p.output, tuning.tile);
+  const int clusters = resident_clusters(kernel, device);
+  const std::int64_t n_tiles = div_up(p.n, tuning.tile.block_n);
+  GroupedParams params{};
+  params.a = is_tn ? make_tensor_map_bf16("a", p.a, 0, p.rows, p.m, kBlockK / 2) : make_tensor_map_bf16("a", p.a, 0, p.rows, p.k, kBlockM / 2);
+  params.b = p.form == GemmForm::kNT   ? make_tensor_map_bf16("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
+             : p.form == GemmForm::kNN ? make_tensor_map_bf16("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
+                                       : make_tensor_map_bf16("b", p.b, 1, p.rows, p.n, kBlockK / 2);
+  params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
+  params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
+  params.band = tuning.band, params.d = p.d, params.bias = p.bias, params.status = p.status;
+  std::int64_t units = 0;
+  std::size_t split_units = 0;
+  params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
+  if (is_tn) {
+    const std::int64_t tiles = units_of_tiles(div_up(p.m, kBlockM), n_tiles, tuning.tile.cluster);
+    // One group of many tiles fills the GPU by itself.
+    if (tuning.slices_per_cluster > 0 && tiles < 4 * clusters && p.rows >= 2 * kBlockK * tuning.min_slice_blocks) {
+      params.slices_per_cluster = tuning.slices_per_cluster, params.min_slice_blocks = std::max(tuning.min_slice_blocks, 8);
+      params.max_split_units = gemm_limits::max_split_units(clusters, tuning.slices_per_cluster);
+      split_units = static_cast<std::size_t>(params.max_split_units);
+    }
+    units = std::min<std::int64_t>(p.groups * tiles + params.max_split_units, clusters);
+  } else {
+    units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
+  }
+  const Scratch& scratch = scratch_of(device, stream, split_units, tuning.tile);
+  params.ticket = scratch.ticket.as<std::uint32_t>(), params.arrivals = scratch.arrivals.as<std::uint32_t>(), params.partials = scratch.partials.as<float>();
+  LaunchRoom room;
+  fill_config(room, tuning.tile, static_cast<int>(units), tuning.overlap, stream);
+  void* arguments[] = {&params};
+  WB_TRY_CUDA(cudaLaunchKernelExC(&room.config, reinterpret_cast<const void*>(kernel.kernel), arguments));
+}
+
+GemmTuning choose_tuning(const GroupedProblem& problem, int num_sms) {
+  (void)problem, (void)num_sms;
+  return {};
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of the sm_90a kernels: tensor maps, scratch, the choice of a tile, the launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "ops/gemm/cuda/grouped_params.h"
+
+namespace waybill::cuda {
+
+// A product in one of the forms of grouped_params.h; operands bf16, contiguous, pointers to device memory.
+struct GroupedProblem {
+  GemmForm form;
+  GemmOutput output;
+  std::int64_t groups, rows;     // rows: of the ragged tensors (their smallest)
+  std::int64_t m = 0, n = 0, k = 0;  // m: kTN only; k: kNT, kNN only
+  const void *a, *b;
+  const std::int32_t* offsets;
+  void* d;
+  const float* bias = nullptr;
+  StatusWord* status = nullptr;
+};
+
+// How a launch is shaped; every choice gives the same bits in kNT and kNN, and in kTN unless a group is cut into slices.
+struct GemmTuning {
+  GemmTile tile;
+  int band = 8;
+  int slices_per_cluster = 2, min_slice_blocks = 16;
+  bool overlap = true;  // may start while its predecessor on the stream ends (programmatic dependent launch)
+};
+
+// Why the kernels cannot take the problem; empty = they can.
+std::string refuse_grouped(const GroupedProblem& problem, int device);
+// From the shape and the mean rows of a group, which the host knows; not from the counts, which it does not.
+GemmTuning choose_tuning(const GroupedProblem& problem, int num_sms);
+std::string describe(const GemmTuning& tuning);
+
+// Queues the product. Nothing waits. Captured graphs keep the scratch of their stream: its first call must not be inside a capture.
+void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int device, cudaStream_t stream);
+
+}  // namespace waybill::cuda

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Units of work of a grouped matmul, found on the device from the offsets: no list in memory, no launch to build one.
+//
+// A unit is what one cluster computes at a time. In a cluster of two, the CTAs take two row tiles of one group and share the columns of B
+// (kPairM); a group's odd last row tile is shared instead, and the CTAs take neighbouring columns (kPairN). A warp walks the groups in
+// windows of 32, a group a lane, and finds unit numbers that only grow.
+#pragma once
+
+#include "core/cuda/ptx.cuh"
+#include "ops/gemm/cuda/grouped_params.h"
+
+namespace waybill::cuda {
+
+enum PairMode : int { kPairM = 0, kPairN = 1 };
+
+struct alignas(16) Unit {
+  int group, m0, m_valid, n0;         // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's 128 rows exist
+  int k_row, num_blocks, k_tail, pair;  // kTN: first row; k_tail rows of the last block exist. num_blocks -1: no more units
+  int slice, num_slices, slot, first_slot;  // kTN: slots of the partial tiles: slice s of this tile is at first_slot + s * stride
+  int slot_stride, unused[3];
+};
+
+template <GemmForm kForm, int kBlockN, int kCluster>
+class UnitWalker {
+ public:
+  __device__ UnitWalker(const GroupedParams& p, int lane, int num_clusters) : p_(p), lane_(lane) {
+    q_tiles_ = (p.n + kBlockN - 1) / kBlockN;
+    if constexpr (kForm == GemmForm::kTN) {
+      tiles_ = units_of_tiles((p.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
+      const long long blocks = max(min(__ldg(p.offsets + p.groups), p.rows), 0) / gemm_limits::kBlockK + 1;
+      slice_blocks_ = max(static_cast<int>(blocks * tiles_ / (static_cast<long long>(num_clusters) * p.slices_per_cluster)), p.min_slice_blocks);
+    }
+    fetch(0);
+    take_window();
+  }
+
+  // All lanes. False: the unit does not exist; total() is then the number of units.
+  __device__ bool find(int unit, int rank, Unit& out) {
+    while (unit >= base_unit_ + window_units_) {
+      if (!next_window()) return false;
+    }
+    const unsigned reached = __ballot_sync(ptx::kFullWarp, lane_end_ > unit - base_unit_);
+    const int owner = __ffs(static_cast<int>(reached)) - 1;
+    const int local = unit - base_unit_ - __shfl_sync(ptx::kFullWarp, lane_end_ - lane_units_, owner);
+    const int begin = __shfl_sync(ptx::kFullWarp, lane_begin_, owner), rows = __shfl_sync(ptx::kFullWarp, lane_rows_, owner);
+    out.group = base_group_ + owner;
+    describe(unit, local, begin, rows, rank, out);
+    return true;
+  }
+  __device__ int total() const { return base_unit_ + window_units_; }
+
+ private:
+  __device__ int units_of_tiles(int m_tiles) const {
+    if constexpr (kCluster == 1) return m_tiles * q_tiles_;
+    return (m_tiles >> 1) * q_tiles_ + (m_tiles & 1) * ((q_tiles_ + 1) >> 1);
+  }
+  __device__ static int blocks_of(int rows) { return (rows + gemm_limits::kBlockK - 1) / gemm_limits::kBlockK; }
+  __device__ int slices_of(int blocks) const { return blocks >= 2 * slice_blocks_ ? blocks / slice_blocks_ : 1; }
+  __device__ int units_of_rows(int rows, int group) const {
+    if (group >= p_.groups) return 0;
+    if constexpr (kForm == GemmForm::kTN) {
+      const int slices = slices_of(blocks_of(rows));
+      // Long groups first, so that the last units are short ones. An empty group's units write zeros.
+      return (slices > 1) == is_split_pass_ ? slices * tiles_ : 0;
+    } else {
+      return units_of_tiles((rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
+    }
+  }
+  __device__ void fetch(int group) {
+    const int g = group + lane_;
+    next_begin_ = g <= p_.groups ? __ldg(p_.offsets + g) : 0;
+    next_end_ = g < p_.groups ? __ldg(p_.offsets + g + 1) : 0;
+  }
+  __device__ void take_window() {
+    const int g = base_group_ + lane_;
+    lane_begin_ = min(max(next_begin_, 0), p_.rows);
+    const int end = min(max(next_end_, lane_begin_), p_.rows);
+    if (g < p_.groups && (next_begin_ < 0 || next_end_ != end || (g == 0 && next_begin_ != 0)) && p_.status != nullptr && blockIdx.x == 0) {
+      atomicOr(&p_.status->flags, static_cast<unsigned>(kStatusBadOffsets));
+    }
+    lane_rows_ = g < p_.groups ? end - lane_begin_ : 0;
+    lane_units_ = lane_end_ = units_of_rows(lane_rows_, g);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(ptx::kFullWarp, lane_end_, step);
+      if (lane_ >= step) lane_end_ += below;
+    }
+    window_units_ = __shfl_sync(ptx::kFullWarp, lane_end_, 31);
+    fetch(base_group_ + 32);
+  }
+  __device__ bool next_window() {
+    int next = base_group_ + 32;
+    if (next >= p_.groups) {
+      if (kForm != GemmForm::kTN || !is_split_pass_) return false;
+      is_split_pass_ = false;
+      next = 0;
+      fetch(0);
+    }
+    base_unit_ += window_units_;
+    base_group_ = next;
+    take_window();
+    return true;
+  }
+  __device__ void describe(int unit, int local, int begin, int rows, int rank, Unit& out) const {
+    int m_tiles;
+    if constexpr (kForm == GemmForm::kTN) {
+      m_tiles = (p_.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
+      const int blocks = blocks_of(rows), slices = slices_of(blocks), slice = local / tiles_;
+      const int first = static_cast<int>(static_cast<long long>(slice) * blocks / slices);
+      const int last = static_cast<int>(static_cast<long long>(slice + 1) * blocks / slices);
+      out.slice = slice, out.num_slices = slices, out.slot = unit, out.first_slot = unit - slice * tiles_, out.slot_stride = tiles_;
+      out.k_row = begin + first * gemm_limits::kBlockK, out.num_blocks = last - first;
+      out.k_tail = slice == slices - 1 && blocks > 0 ? rows - (blocks - 1) * gemm_limits::kBlockK : gemm_limits::kBlockK;
+      local -= slice * tiles_;
+    } else {
+      m_tiles = (rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
+      out.slice = 0, out.num_slices = 1, out.slot = 0, out.first_slot = 0, out.slot_stride = 0;
+      out.k_row = 0, out.num_blocks = blocks_of(p_.k), out.k_tail = gemm_limits::kBlockK;
+    }
+    const int pairs = m_tiles / kCluster;
+    int m_tile, n_tile;
+    if (local < pairs * q_tiles_) {
+      const int band = local / (p_.band * q_tiles_), in_band = local - band * p_.band * q_tiles_;
+      const int width = min(p_.band, pairs - band * p_.band);
+      n_tile = in_band / width;
+      m_tile = (band * p_.band + in_band - n_tile * width) * kCluster + rank;
+      out.pair = kPairM;
+    } else {
+      n_tile = (local - pairs * q_tiles_) * kCluster + rank;
+      m_tile = m_tiles - 1;
+      out.pair = kPairN;
+    }
+    const int extent = kForm == GemmForm::kTN ? p_.m : rows, m_local = m_tile * gemm_limits::kBlockM;
+    out.m0 = m_local + (kForm == GemmForm::kTN ? 0 : begin);
+    out.m_valid = min(extent - m_local, gemm_limits::kBlockM);
+    out.n0 = n_tile * kBlockN;
+    if (kForm == GemmForm::kTN && out.num_slices > 1 && unit >= p_.max_split_units) out.m_valid = 0, out.num_blocks = 0, out.num_slices = 1;
+  }
+
+  const GroupedParams& p_;
+  int lane_, q_tiles_, tiles_ = 0, slice_blocks_ = 1;
+  int base_group_ = 0, base_unit_ = 0, window_units_ = 0;
+  int lane_begin_ = 0, lane_rows_ = 0, lane_units_ = 0, lane_end_ = 0;
+  int next_begin_ = 0, next_end_ = 0;
+  bool is_split_pass_ = kForm == GemmForm::kTN;
+};
+
+}  // namespace waybill::cuda
