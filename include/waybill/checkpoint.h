@@ -52,6 +52,12 @@ WB_API std::string save_checkpoint(const std::string& folder, const CheckpointIn
 WB_API std::string latest_checkpoint(const std::string& folder);
 // Reads and verifies the index only.
 WB_API CheckpointInfo read_checkpoint_info(const std::string& path);
+// The whole checkpoint, without a model: index, file sizes and the checksum of every tensor. kIo with file and tensor at the first fault.
+struct CheckpointContents {
+  CheckpointInfo info;
+  std::int64_t num_tensors = 0, num_files = 0, bytes = 0;  // bytes of all tensors
+};
+WB_API CheckpointContents verify_checkpoint(const std::string& path);
 
 // Fills the tensors in place. Collective. All checks come first, on every rank: index and file sizes, every tensor present with this
 // dtype and shape (a missing expert is named), no tensor left over, checksums of all bytes this rank reads. Only then memory changes.

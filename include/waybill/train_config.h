@@ -37,10 +37,11 @@ struct TrainSettings {
   std::int64_t sample_tokens = 300;  // generated at the end; 0 = none
   double sample_temperature = 0.8;
   std::string sample_prompt = "And ";
-  std::int64_t threads = 0;     // CPU threads a rank; 0 = usable cores / W, at least 1
-  std::int64_t max_reruns = 8;  // of one step after receive overflows; then the worst-case budget is used
-  double timeout_s = 300;       // of a cross-rank wait
-  bool measure_ceiling = true;  // time a large fp32 matmul at start; MFU is given against it
+  std::int64_t threads = 0;       // CPU threads a rank; 0 = usable cores / W, at least 1
+  std::int64_t max_skipped = 20;  // steps in a row without an update (loss or gradient not finite), then the run ends; 0 = never
+  std::int64_t max_reruns = 8;    // of one step after receive overflows; then the worst-case budget is used
+  double timeout_s = 300;         // of a cross-rank wait
+  bool measure_ceiling = true;    // time a large fp32 matmul at start; MFU is given against it
 };
 
 struct ParallelSettings {

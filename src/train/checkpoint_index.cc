@@ -2,6 +2,7 @@
 #include "checkpoint_index.h"
 
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -12,7 +13,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 1, kMaxDepth = 16;
 constexpr const char* kFormat = "waybill-checkpoint";
 
 DType dtype_from(const std::string& name) {
@@ -58,6 +59,30 @@ json tensor_to_json(const SavedTensor& t) {
   return {{"name", t.name}, {"dtype", to_string(t.dtype)}, {"shape", t.shape}, {"file", t.file}, {"offset", t.offset}, {"bytes", t.bytes}, {"crc", hex(t.crc)}};
 }
 
+// Nothing but a name: no other folder is read, whatever an index says.
+void check_file_name(const std::string& name) {
+  WB_CHECK(!name.empty() && name.find('/') == std::string::npos && name != "." && name != "..", "\"{}\" is not the name of a file of this checkpoint", name);
+}
+
+// Bytes of a tensor of this type and shape; refuses shapes that no memory has.
+std::int64_t bytes_of(const SavedTensor& t) {
+  __int128 bytes = static_cast<__int128>(size_bytes(t.dtype));
+  for (const std::int64_t dim : t.shape) {
+    bytes *= dim;
+    WB_CHECK(dim >= 0 && bytes <= std::numeric_limits<std::int64_t>::max(), "tensor {}: shape {} is not one", t.name, describe_shape(t.shape));
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
+// The file and its size are in `files`, the bytes are those of type and shape and lie inside the file.
+void check_place(const SavedTensor& t, const std::map<std::string, std::int64_t>& files) {
+  const auto file = files.find(t.file);
+  WB_CHECK(file != files.end(), "tensor {}: its file {} is not in the list of files", t.name, t.file);
+  WB_CHECK(t.bytes == bytes_of(t), "tensor {}: {} bytes, {} {} has {}", t.name, t.bytes, to_string(t.dtype), describe_shape(t.shape), bytes_of(t));
+  WB_CHECK(t.offset >= 0 && t.offset <= file->second - t.bytes, "tensor {}: bytes {} to {} are not inside {} of {} bytes", t.name, t.offset,
+           static_cast<__int128>(t.offset) + t.bytes > INT64_MAX ? INT64_MAX : t.offset + t.bytes, t.file, file->second);
+}
+
 SavedTensor tensor_from_json(const json& j) {
   SavedTensor t;
   j.at("name").get_to(t.name);
@@ -70,8 +95,18 @@ SavedTensor tensor_from_json(const json& j) {
   return t;
 }
 
+void check_info(const CheckpointInfo& info) {
+  WB_CHECK(info.P >= 1 && info.W >= info.P && info.W % info.P == 0, "saved with P = {}, W = {}", info.P, info.W);
+  WB_CHECK(info.step >= 0 && info.tokens >= 0 && info.updates >= 0 && info.skipped >= 0 && info.reruns >= 0,
+           "step {}, tokens {}, updates {}, skipped {} and reruns {} must not be negative", info.step, info.tokens, info.updates, info.skipped, info.reruns);
+}
+
 CheckpointIndex index_from_json(const std::string& text) {
-  const json root = json::parse(text);
+  // Ours is five levels deep; writing a body of many thousands for its checksum would need as much stack.
+  const json root = json::parse(text, [](int depth, json::parse_event_t, json&) {
+    WB_CHECK(depth <= kMaxDepth, "nested more than {} deep", kMaxDepth);
+    return true;
+  });
   WB_CHECK(root.at("format") == kFormat, "not a waybill checkpoint");
   WB_CHECK(root.at("version") == kVersion, "version {} of the format; this build reads version {}", root.at("version").dump(), kVersion);
   const json& body = root.at("body");
@@ -79,11 +114,17 @@ CheckpointIndex index_from_json(const std::string& text) {
   WB_CHECK(stored == seen, "checksum {} stored, {} computed", stored, seen);
   CheckpointIndex index;
   index.info = info_from_json(body.at("info"));
-  for (const auto& [name, bytes] : body.at("files").items()) index.files[name] = bytes.get<std::int64_t>();
+  for (const auto& [name, bytes] : body.at("files").items()) {
+    check_file_name(name);
+    index.files[name] = bytes.get<std::int64_t>();
+    WB_CHECK(index.files[name] >= 0, "file {} has {} bytes", name, index.files[name]);
+  }
   for (const json& item : body.at("tensors")) {
     const SavedTensor tensor = tensor_from_json(item);
-    index.tensors[tensor.name] = tensor;
+    check_place(tensor, index.files);
+    WB_CHECK(index.tensors.emplace(tensor.name, tensor).second, "two tensors are named {}", tensor.name);
   }
+  check_info(index.info);
   return index;
 }
 

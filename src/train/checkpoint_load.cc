@@ -86,11 +86,23 @@ std::string latest_checkpoint(const std::string& folder) {
   std::string name;
   if (!file || !(file >> name)) WB_FAIL(ErrorCode::kIo, "no checkpoint in {}: its file `latest` is missing or empty", folder);
   const std::string path = folder + "/" + name;
+  if (!name.starts_with("step_") || name.find('/') != std::string::npos) WB_FAIL(ErrorCode::kIo, "{}/latest names \"{}\", which is not a step", folder, name);
   if (!fs::is_directory(path)) WB_FAIL(ErrorCode::kIo, "checkpoint {} is missing, though {}/latest names it", path, folder);
   return path;
 }
 
 CheckpointInfo read_checkpoint_info(const std::string& path) { return read_index(path).info; }
+
+CheckpointContents verify_checkpoint(const std::string& path) {
+  const CheckpointIndex index = read_index(path);
+  check_files(path, index);
+  CheckpointContents contents{index.info, static_cast<std::int64_t>(index.tensors.size()), static_cast<std::int64_t>(index.files.size()), 0};
+  for (const auto& [name, saved] : index.tensors) {
+    read_tensor(path, saved, [](std::int64_t, const char*, std::size_t) {});
+    contents.bytes += saved.bytes;
+  }
+  return contents;
+}
 
 void load_checkpoint(const std::string& path, std::span<const CheckpointTensor> tensors, Fabric& world) {
   CheckpointIndex index;

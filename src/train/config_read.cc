@@ -2,6 +2,8 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <optional>
@@ -31,8 +33,15 @@ std::vector<std::string> key_names(const std::vector<Key>& keys) {
   return names;
 }
 
+// "E" for "moe.E": a key given without its section is the likeliest slip. The first of several sections that have it.
+std::string with_section(const std::string& name, const std::vector<std::string>& candidates) {
+  const auto found = std::find_if(candidates.begin(), candidates.end(), [&name](const std::string& candidate) { return candidate.ends_with("." + name); });
+  return found != candidates.end() ? *found : std::string();
+}
+
 [[noreturn]] void unknown_key(const std::string& where, const std::string& name, const std::vector<std::string>& candidates) {
-  const std::string near = nearest(name, candidates);
+  std::string near = with_section(name, candidates);
+  if (near.empty()) near = nearest(name, candidates);
   if (near.empty()) WB_FAIL(ErrorCode::kInvalidArgument, "{}: unknown key {}", where, name);
   WB_FAIL(ErrorCode::kInvalidArgument, "{}: unknown key {}; did you mean {}?", where, name, near);
 }
@@ -181,8 +190,15 @@ RunConfig parse_run_config(const std::string& text, const std::string& origin, s
 
 RunConfig load_run_config(const std::string& path, std::span<const std::string> overrides) {
   std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error)) WB_FAIL(ErrorCode::kIo, "config file {} does not exist", path);
+  const auto status = std::filesystem::status(path, error);
+  if (std::filesystem::is_directory(status)) {
+    WB_FAIL(ErrorCode::kIo, "config {} is a folder; give a TOML file, or --resume {} to continue the run in it", path, path);
+  }
+  if (status.type() == std::filesystem::file_type::not_found) WB_FAIL(ErrorCode::kIo, "config file {} does not exist", path);
+  if (!std::filesystem::is_regular_file(status))
+    WB_FAIL(ErrorCode::kIo, "config {} is not a file that can be read: {}", path, error ? error.message() : "special file");
   std::ifstream file(path);
+  if (!file) WB_FAIL(ErrorCode::kIo, "cannot read config file {}: {}", path, std::strerror(errno));
   std::stringstream text;
   text << file.rdbuf();
   if (!file) WB_FAIL(ErrorCode::kIo, "cannot read config file {}", path);

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cctype>
+
 #include "config_schema.h"
 #include "waybill/error.h"
 
@@ -61,9 +64,19 @@ bool same_shape(const LayerConfig& a, const LayerConfig& b) {
          a.moe.activation.kind == b.moe.activation.kind && a.moe.expert_bias == b.moe.expert_bias;
 }
 
+// The name becomes part of a folder's name, so it may not lead elsewhere or hide the folder.
+void check_name(const std::string& name) {
+  constexpr std::size_t kMaxLength = 100;
+  const auto is_plain = [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_' || c == '.'; };
+  const bool good =
+      !name.empty() && name.size() <= kMaxLength && std::all_of(name.begin(), name.end(), is_plain) && std::isalnum(static_cast<unsigned char>(name[0])) != 0;
+  WB_CHECK(good, "name = {} must be 1 to {} letters, digits, '-', '_' or '.', and begin with a letter or digit", to_toml_value(name), kMaxLength);
+}
+
 }  // namespace
 
 void resolve(RunConfig& config) {
+  check_name(config.name);
   WB_CHECK(config.num_dense_layers <= config.num_layers, "model.num_dense_layers = {} exceeds model.num_layers = {}", config.num_dense_layers,
            config.num_layers);
   config.model.name = config.name;
@@ -85,11 +98,7 @@ void resolve(RunConfig& config) {
 void validate(const RunConfig& config) {
   check_layers(config);
   check_training(config);
-  try {
-    validate(config.model, config.parallel.W());
-  } catch (const Error& error) {
-    WB_FAIL(error.code(), "{}: {}", config.name, error.what());
-  }
+  validate(config.model, config.parallel.W());  // its messages begin with the model's name, which is the run's
   validate(config.train.optimizer);
 }
 

@@ -112,6 +112,8 @@ void add_run_keys(std::vector<RunKey>& keys) {
   add(real_key<R>("train.sample_temperature", 0, 100, "0 = always the likeliest token", WB_REF(train.sample_temperature)));
   add(text_key<R>("train.sample_prompt", "start of the sample", WB_REF(train.sample_prompt)));
   add(integer_key<R>("train.threads", 0, 1024, "CPU threads a rank; 0 = usable cores / W", WB_REF(train.threads)));
+  add(integer_key<R>("train.max_skipped", 0, kMaxCount, "steps in a row that are not finite before the run ends with an error; 0 = go on",
+                     WB_REF(train.max_skipped)));
   add(integer_key<R>("train.max_reruns", 1, 1000, "of a step after overflows, before the worst-case budget is used", WB_REF(train.max_reruns)));
   add(real_key<R>("train.timeout_s", 1, 1e6, "seconds a rank waits for another", WB_REF(train.timeout_s)));
   add(bool_key<R>("train.measure_ceiling", "time a large fp32 matmul at start", WB_REF(train.measure_ceiling)));

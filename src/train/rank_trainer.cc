@@ -169,6 +169,16 @@ std::vector<CheckpointTensor> RankTrainer::tensors() {
   return list;
 }
 
+bool RankTrainer::is_finite() {
+  std::int64_t bad[] = {0};
+  for (const Parameter& p : model_.parameters()) {
+    const float* values = p.value.as<float>();
+    if (!std::all_of(values, values + p.value.size(), [](float value) { return std::isfinite(value); })) bad[0] = 1;
+  }
+  world_.all_reduce(std::span<std::int64_t>(bad), ReduceOp::kMax, "train.finite");
+  return bad[0] == 0;
+}
+
 std::string RankTrainer::save(const std::string& folder) {
   info_.updates = updates_;
   info_.skipped = skipped_;

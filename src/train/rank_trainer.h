@@ -29,6 +29,8 @@ class RankTrainer {
   // Saves the routes of every MoE layer and micro-batch at the first step and at every `every`-th: see TrainOptions.
   void record_routes(const std::string& run_dir, std::int64_t every);
 
+  // Every weight is a number, on every rank. Collective.
+  bool is_finite();
   std::string save(const std::string& folder);
   void load(const std::string& path);
 

@@ -28,6 +28,17 @@ Difference first_difference(const std::string& saved, const std::string& now) {
   }
 }
 
+// Nothing but a lock.
+bool holds_nothing(const std::string& run_dir) {
+  std::error_code error;
+  const auto lock_name = fs::path(lock_path(run_dir)).filename();
+  for (const auto& entry : fs::directory_iterator(run_dir, error)) {
+    if (entry.path().filename() != lock_name) return false;
+  }
+  if (error) WB_FAIL(ErrorCode::kIo, "cannot read run folder {}: {}", run_dir, error.message());
+  return true;
+}
+
 }  // namespace
 
 std::string route_folder(const std::string& run_dir, std::int64_t step, int layer, std::int64_t micro_batch) {
@@ -35,18 +46,27 @@ std::string route_folder(const std::string& run_dir, std::int64_t step, int laye
   return micro_batch == 0 ? folder : fmt::format("{}_micro_{:02}", folder, micro_batch);
 }
 
-void create_run_folder(const std::string& run_dir, const RunConfig& config) {
-  std::error_code error;
-  WB_CHECK(!fs::exists(run_dir) || (fs::is_directory(run_dir) && fs::is_empty(run_dir, error)),
+std::unique_ptr<RunLock> create_run_folder(const std::string& run_dir, const RunConfig& config) {
+  WB_CHECK(!fs::exists(run_dir) || (fs::is_directory(run_dir) && holds_nothing(run_dir)),
            "run folder {} exists and is not empty; give another --run-dir, or --resume {} to continue it", run_dir, run_dir);
+  std::error_code error;
   const bool is_new = fs::create_directories(run_dir, error);
   if (error) WB_FAIL(ErrorCode::kIo, "cannot create run folder {}: {}", run_dir, error.message());
+  auto lock = std::make_unique<RunLock>(run_dir);
+  // Again, now that nobody else writes: another process may have come and gone in between.
+  WB_CHECK(holds_nothing(run_dir), "run folder {} was filled by another process; give another --run-dir", run_dir);
   try {
     replace_file(config_path(run_dir), to_toml(config));
   } catch (...) {
     if (is_new) fs::remove_all(run_dir, error);
     throw;
   }
+  return lock;
+}
+
+std::unique_ptr<RunLock> lock_run_folder(const std::string& run_dir) {
+  if (!fs::is_directory(run_dir)) WB_FAIL(ErrorCode::kIo, "run folder {} does not exist", run_dir);
+  return std::make_unique<RunLock>(run_dir);
 }
 
 ResumePoint check_resume(const std::string& run_dir, const RunConfig& config, bool reshard) {

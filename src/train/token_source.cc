@@ -20,6 +20,7 @@ void append_file(const fs::path& path, std::vector<T>& out) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) WB_FAIL(ErrorCode::kIo, "cannot read {}: {}", path.string(), std::strerror(errno));
   const auto bytes = static_cast<std::int64_t>(file.tellg());
+  if (bytes < 0) WB_FAIL(ErrorCode::kIo, "cannot read {}: it has no size", path.string());
   WB_CHECK(bytes % static_cast<std::int64_t>(sizeof(T)) == 0, "{}: {} bytes is not a multiple of the {} bytes of a uint{} token", path.string(), bytes,
            sizeof(T), 8 * sizeof(T));
   const std::size_t begin = out.size();
@@ -31,8 +32,12 @@ void append_file(const fs::path& path, std::vector<T>& out) {
 
 std::vector<fs::path> regular_files(const fs::path& folder) {
   std::vector<fs::path> files;
-  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
-    if (entry.is_regular_file() && !entry.path().filename().string().starts_with('.')) files.push_back(entry.path());
+  try {
+    for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+      if (entry.is_regular_file() && !entry.path().filename().string().starts_with('.')) files.push_back(entry.path());
+    }
+  } catch (const fs::filesystem_error& error) {
+    WB_FAIL(ErrorCode::kIo, "cannot read folder {}: {}", (error.path1().empty() ? folder : error.path1()).string(), error.code().message());
   }
   std::sort(files.begin(), files.end());
   WB_CHECK(!files.empty(), "folder {} holds no files to train on", folder.string());

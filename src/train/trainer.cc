@@ -22,7 +22,6 @@ namespace waybill {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::int64_t kMaxSkippedInARow = 20;
 
 std::string utc_now() {
   const std::time_t now = std::time(nullptr);
@@ -49,8 +48,8 @@ FabricOptions fabric_options(const RunConfig& config) {
   return options;
 }
 
-// A model that cannot fit is refused here: otherwise the system kills the process without a word. Compared is what the model must
-// hold (weights, gradients, moments) on the ranks of this machine with the memory that is there at all.
+// A run that cannot fit is refused here: otherwise the system kills the process without a word. Compared is what the ranks of this
+// machine must hold with the memory that is there at all: weights, gradients, moments, a micro-batch's activations and all its tokens.
 void check_memory(const RunConfig& config, int ranks_here) {
   const auto& layers = config.model.layers;
   const auto moe = std::find_if(layers.begin(), layers.end(), [](const LayerConfig& layer) { return layer.is_moe; });
@@ -60,12 +59,21 @@ void check_memory(const RunConfig& config, int ranks_here) {
   if (!alike) return;  // the estimate knows models of one kind of MoE layer
   MemoryPlan plan;
   plan.P = moe != layers.end() ? moe->P : 1;
+  plan.recompute = moe != layers.end() ? moe->moe.recompute : Recompute::kNone;
+  const std::int64_t sequences = config.train.global_batch / (config.train.micro_batches * config.parallel.W());
+  plan.tokens_per_rank = sequences * config.model.seq_len;
   const MemoryEstimate rank = memory_per_rank(architecture_of(config), plan);
-  const double needed = (rank.weights + rank.gradients + rank.optimizer) * ranks_here;
+  const double tokens = static_cast<double>(config.train.global_batch / config.parallel.W()) * static_cast<double>(config.model.seq_len + 1) * 4;
+  const double state = (rank.weights + rank.gradients + rank.optimizer) * ranks_here;
+  const double batch = (rank.activations + rank.receive_window + rank.logits + tokens) * ranks_here;
   const double present = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-  WB_CHECK(needed <= present,
+  WB_CHECK(state <= present,
            "{}: {} rank(s) on this machine need {:.1f} GB for weights, gradients and moments alone ({:.2f} B parameters a rank), it has {:.1f} GB", config.name,
-           ranks_here, needed * 1e-9, static_cast<double>(rank.parameters) * 1e-9, present * 1e-9);
+           ranks_here, state * 1e-9, static_cast<double>(rank.parameters) * 1e-9, present * 1e-9);
+  WB_CHECK(state + batch <= present,
+           "{}: {} rank(s) on this machine need {:.1f} GB for weights, gradients and moments and {:.1f} GB for {} sequences of {} tokens in a micro-batch, it "
+           "has {:.1f} GB; raise train.micro_batches or lower train.global_batch",
+           config.name, ranks_here, state * 1e-9, batch * 1e-9, sequences, config.model.seq_len, present * 1e-9);
 }
 
 // What rank 0 does beside its part of the training: files, observer, result.
@@ -98,6 +106,7 @@ class Recorder {
     observer_->on_eval(step, loss);
     result_.held_out_loss = loss;
   }
+  void note(const std::string& text) { observer_->on_note(text); }
   void checkpoint(std::int64_t step, const std::string& path) { observer_->on_checkpoint(step, path); }
   void sample(std::int64_t step, const std::string& text) {
     writer_.write_sample(step, text);
@@ -143,25 +152,33 @@ RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEn
 // The loop of one rank; `recorder` exists on rank 0 only.
 class Loop {
  public:
-  Loop(const RunConfig& config, const TrainOptions& options, const Dataset& data, Fabric& world, RankTrainer& trainer, Recorder* recorder)
-      : config_(config), options_(options), data_(data), world_(world), trainer_(trainer), recorder_(recorder), saved_step_(trainer.steps_done()) {}
+  // `resumed`: the checkpoint the run goes on from, or empty.
+  Loop(const RunConfig& config, const TrainOptions& options, const Dataset& data, Fabric& world, RankTrainer& trainer, Recorder* recorder,
+       const std::string& resumed)
+      : config_(config),
+        options_(options),
+        data_(data),
+        world_(world),
+        trainer_(trainer),
+        recorder_(recorder),
+        saved_step_(trainer.steps_done()),
+        saved_path_(resumed) {}
 
   // True when the run reached its last step, false when it was stopped.
   bool run() {
     while (trainer_.steps_done() < config_.train.steps) {
-      StepMetrics metrics = trainer_.step(data_, trainer_.steps_done());
-      if (recorder_ != nullptr) recorder_->step(metrics);
-      skipped_in_a_row_ = metrics.valid ? 0 : skipped_in_a_row_ + 1;
-      WB_CHECK(skipped_in_a_row_ < kMaxSkippedInARow, "step {}: the gradient was not finite in {} steps in a row (norm {})", metrics.step, skipped_in_a_row_,
-               metrics.grad_norm);
+      const StepMetrics metrics = step();
+      if (config_.train.max_skipped > 0 && skipped_in_a_row_ >= config_.train.max_skipped) give_up(metrics);
       if (due(config_.train.eval_every) && trainer_.steps_done() < config_.train.steps) evaluate(config_.train.eval_sequences);
-      if (due(config_.train.checkpoint_every)) save();
+      // The last update may be what broke the steps after it: while they are skipped, older checkpoints are not replaced.
+      if (due(config_.train.checkpoint_every) && metrics.valid) save();
       if (stop_requested()) {
         save();
         return trainer_.steps_done() >= config_.train.steps;
       }
+      if (trainer_.steps_done() == config_.train.steps && good_step_ == 0 && config_.train.max_skipped > 0) give_up(metrics);
     }
-    save();
+    WB_CHECK(save() || config_.train.max_skipped == 0, "step {}: the weights are not finite; {}", trainer_.steps_done(), kept_checkpoint());
     return true;
   }
 
@@ -173,16 +190,37 @@ class Loop {
 
  private:
   bool due(std::int64_t every) const { return every > 0 && trainer_.steps_done() % every == 0; }
+  StepMetrics step() {
+    StepMetrics metrics = trainer_.step(data_, trainer_.steps_done());
+    if (recorder_ != nullptr) recorder_->step(metrics);
+    skipped_in_a_row_ = metrics.valid ? 0 : skipped_in_a_row_ + 1;
+    if (metrics.valid) good_step_ = metrics.step;
+    return metrics;
+  }
+  // The weights of the last good step are saved, then the run ends.
+  [[noreturn]] void give_up(const StepMetrics& metrics) {
+    const std::string since = good_step_ > 0 ? fmt::format("the last good step was {}", good_step_) : "no step was good";
+    save();
+    WB_FAIL(ErrorCode::kInvalidArgument, "step {}: loss {} or gradient norm {} is not finite, {} step(s) in a row (train.max_skipped = {}); {}; {}",
+            metrics.step, metrics.loss, metrics.grad_norm, skipped_in_a_row_, config_.train.max_skipped, since, kept_checkpoint());
+  }
+  std::string kept_checkpoint() const { return saved_path_.empty() ? "this run saved no checkpoint" : "the newest checkpoint is " + saved_path_; }
   bool stop_requested() {
     std::int64_t stop[] = {world_.rank() == 0 && options_.stop != nullptr && options_.stop->load() ? 1 : 0};
     world_.all_reduce(std::span<std::int64_t>(stop), ReduceOp::kMax, "train.stop");
     return stop[0] != 0;
   }
-  void save() {
-    if (saved_step_ == trainer_.steps_done()) return;
-    const std::string path = trainer_.save(checkpoint_folder(options_.run_dir));
+  // False where the weights are not finite: such a state replaces nothing.
+  bool save() {
+    if (saved_step_ == trainer_.steps_done()) return true;
+    if (!trainer_.is_finite()) {
+      if (recorder_ != nullptr) recorder_->note(fmt::format("step {}: weights are not finite, no checkpoint saved", trainer_.steps_done()));
+      return false;
+    }
+    saved_path_ = trainer_.save(checkpoint_folder(options_.run_dir));
     saved_step_ = trainer_.steps_done();
-    if (recorder_ != nullptr) recorder_->checkpoint(saved_step_, path);
+    if (recorder_ != nullptr) recorder_->checkpoint(saved_step_, saved_path_);
+    return true;
   }
 
   const RunConfig& config_;
@@ -192,7 +230,8 @@ class Loop {
   RankTrainer& trainer_;
   Recorder* recorder_;
   std::int64_t saved_step_;
-  std::int64_t skipped_in_a_row_ = 0;
+  std::string saved_path_;
+  std::int64_t skipped_in_a_row_ = 0, good_step_ = 0;
 };
 
 std::string make_sample(const RunConfig& config, Fabric& world, RankTrainer& trainer) {
@@ -226,7 +265,7 @@ void run_rank(const Shared& shared, Fabric& world) {
     recorder.emplace(shared.options.run_dir, shared.options.resume ? trainer.steps_done() : -1, shared.observer, result);
     recorder->start(make_header(config, shared.data, result.entropy, shared.ceiling, world, trainer));
   }
-  Loop loop(config, shared.options, shared.data, world, trainer, recorder ? &*recorder : nullptr);
+  Loop loop(config, shared.options, shared.data, world, trainer, recorder ? &*recorder : nullptr, shared.resume.path);
   const bool finished = loop.run();
   if (recorder || shared.options.world != nullptr) {
     result.step = trainer.steps_done();
@@ -251,6 +290,7 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
   Fabric* world = options.world;
   const bool is_root = world == nullptr || world->rank() == 0;
   std::optional<Dataset> data;
+  std::unique_ptr<RunLock> lock;  // held by rank 0 until the run has ended
   ResumePoint resume;
   double ceiling = 0;
   const auto prepare = [&] {
@@ -260,9 +300,10 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
     check_memory(config, world == nullptr ? config.parallel.W() : 1);
     data.emplace(Dataset::load(config.data, config.model.vocab, config.model.seq_len));
     if (options.resume) {
+      if (is_root) lock = lock_run_folder(options.run_dir);
       resume = check_resume(options.run_dir, config, options.reshard);
     } else if (is_root) {
-      create_run_folder(options.run_dir, config);
+      lock = create_run_folder(options.run_dir, config);
     }
     if (is_root && config.train.measure_ceiling) ceiling = measure_matmul_ceiling();
   };

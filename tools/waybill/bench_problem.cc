@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "arguments.h"
 #include "bench_loads.h"
 #include "waybill/error.h"
 
@@ -86,6 +87,8 @@ std::vector<BenchShape> load_shapes(const std::string& path) {
 }
 
 BenchShape BenchOptions::resolve() const {
+  check_writable(json, "--json");  // before anything is measured
+  check_writable(save_route, "--save-route");
   const std::string path = shapes_file.empty() ? shared_file("moe.toml", "--shapes") : shapes_file;
   BenchShape result;
   std::vector<std::string> names;
@@ -126,18 +129,18 @@ BenchShape BenchOptions::resolve() const {
 void add_common_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--shape", options.shape, "name of a shape in the shapes file")->capture_default_str();
   command.add_option("--shapes", options.shapes_file, "TOML file of shapes (default: bench/shapes/moe.toml)");
-  command.add_option("-T,--tokens", options.T, "tokens a rank");
-  command.add_option("-H,--width", options.H, "row width");
-  command.add_option("-E,--experts", options.E, "experts");
-  command.add_option("-K,--top-k", options.K, "experts per token");
-  command.add_option("-F,--inner", options.F, "expert inner width");
-  command.add_option("-P,--ranks", options.P, "ranks (threads of this process)");
-  command.add_option("--threads", options.threads, "CPU threads of a rank (default: usable cores / ranks)")->check(CLI::NonNegativeNumber);
+  command.add_option("-T,--tokens", options.T, "tokens a rank")->check(at_least(1));
+  command.add_option("-H,--width", options.H, "row width")->check(at_least(1));
+  command.add_option("-E,--experts", options.E, "experts")->check(at_least(1));
+  command.add_option("-K,--top-k", options.K, "experts per token")->check(at_least(1));
+  command.add_option("-F,--inner", options.F, "expert inner width")->check(at_least(1));
+  command.add_option("-P,--ranks", options.P, "ranks (threads of this process)")->check(at_least(1));
+  command.add_option("--threads", options.threads, "CPU threads of a rank (default: usable cores / ranks)")->check(at_least(1));
   command.add_option("--load", options.load, "load: " + load_names() + ", or recorded:RUN/routes/STEP/LAYER")->capture_default_str();
   command.add_option("--loads", options.loads_file, "TOML file of loads (default: bench/shapes/loads.toml)");
-  command.add_option("--seed", options.seed, "of data and load")->capture_default_str();
+  command.add_option("--seed", options.seed, "of data and load")->check(at_least(0))->capture_default_str();
   command.add_option("--seconds", options.seconds, "least time of a measurement")->check(CLI::PositiveNumber)->capture_default_str();
-  command.add_option("--iterations", options.iterations, "least number of timed calls")->check(CLI::PositiveNumber)->capture_default_str();
+  command.add_option("--iterations", options.iterations, "least number of timed calls")->check(at_least(1))->capture_default_str();
   command.add_option("--json", options.json, "write the records to this file (- = stdout)");
   command.add_flag("--no-check", options.no_check, "time without verifying first (records say so)");
 }

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "arguments.h"
 #include "commands.h"
 #include "waybill/trainer.h"
 
@@ -21,7 +22,7 @@ void register_generate_command(CLI::App& app) {
   command->add_option("--prompt", options.prompt, "Start of the text")->capture_default_str();
   command->add_option("--tokens", options.tokens, "Tokens to generate")->capture_default_str()->check(CLI::Range(0, 1000000));
   command->add_option("--temperature", options.temperature, "0 = the likeliest token")->capture_default_str()->check(CLI::Range(0.0, 100.0));
-  command->add_option("--seed", options.seed, "Of the sampling")->capture_default_str();
+  command->add_option("--seed", options.seed, "Of the sampling")->capture_default_str()->check(at_least(0));
   command->callback([arguments] { fmt::print("{}\n", generate(arguments->run_dir, arguments->options)); });
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <numeric>
 
+#include "arguments.h"
 #include "bench_loads.h"
 #include "inspect_verbs.h"
 #include "table.h"
@@ -24,6 +25,7 @@ struct LayerLoad {
 };
 
 void add_to(std::vector<std::int64_t>& sum, const nlohmann::json& values) {
+  if (!values.is_array() || values.empty()) WB_FAIL(ErrorCode::kIo, "the load of experts or ranks is {} instead of a list of counts", values.dump());
   if (sum.empty()) sum.assign(values.size(), 0);
   if (sum.size() != values.size()) WB_FAIL(ErrorCode::kIo, "the number of experts or ranks changes within the run ({} and {})", sum.size(), values.size());
   for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i].get<std::int64_t>();
@@ -161,10 +163,10 @@ void register_inspect_load(CLI::App& inspect) {
   };
   auto options = std::make_shared<Options>();
   command->add_option("folder", options->folder, "run folder")->required();
-  command->add_option("--last", options->last, "steps to sum over, from the end; 0 = all")->capture_default_str();
-  command->add_option("--phases", options->phases, "equal parts of the run to compare; 0 = none")->check(CLI::NonNegativeNumber)->capture_default_str();
-  command->add_option("--hot", options->num_hot, "hottest experts to name")->capture_default_str();
-  command->callback([options] { run(options->folder, options->last, options->phases, options->num_hot); });
+  command->add_option("--last", options->last, "steps to sum over, from the end; 0 = all")->check(at_least(0))->capture_default_str();
+  command->add_option("--phases", options->phases, "equal parts of the run to compare; 0 = none")->check(at_least(0))->capture_default_str();
+  command->add_option("--hot", options->num_hot, "hottest experts to name")->check(at_least(0))->capture_default_str();
+  command->callback([options] { read_fields(options->folder, [&] { run(options->folder, options->last, options->phases, options->num_hot); }); });
 }
 
 }  // namespace waybill::cli

@@ -5,6 +5,7 @@
 
 #include "inspect_verbs.h"
 #include "waybill/error.h"
+#include "waybill/metrics.h"
 
 namespace waybill::cli {
 
@@ -23,9 +24,20 @@ std::vector<nlohmann::json> read_metrics(const std::string& run_folder, const st
     if (record.is_discarded() || !record.is_object() || !record.contains("kind")) {
       WB_FAIL(ErrorCode::kIo, "{}:{}: not a metrics record (JSON object with a \"kind\")", path, number);
     }
+    if (record["kind"] == "header" && record.contains("schema") && record["schema"] != kMetricsSchema) {
+      WB_FAIL(ErrorCode::kIo, "{}:{}: schema {} of the metrics, this build reads {}", path, number, record["schema"].dump(), kMetricsSchema);
+    }
     if (kind.empty() || record["kind"] == kind) records.push_back(std::move(record));
   }
   return records;
+}
+
+void read_fields(const std::string& run_folder, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const nlohmann::json::exception& error) {
+    WB_FAIL(ErrorCode::kIo, "{}/metrics.jsonl is damaged: {}", run_folder, error.what());
+  }
 }
 
 }  // namespace waybill::cli

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "arguments.h"
 #include "inspect_verbs.h"
 #include "table.h"
 #include "waybill/model_math.h"
@@ -141,9 +142,9 @@ void register_inspect_model(CLI::App& inspect) {
   auto options = std::make_shared<ModelOptions>();
   model->add_option("config", options->config, "TOML file")->required();
   model->add_option("--set", options->overrides, "section.key=value, repeatable");
-  model->add_option("-P,--ranks", options->P, "expert-parallel ranks (default: the config's)");
-  model->add_option("-D,--replicas", options->D, "replicas of an expert (default: the config's)");
-  model->add_option("-T,--tokens", options->tokens, "tokens of a micro-batch on one rank (default: the config's)");
+  model->add_option("-P,--ranks", options->P, "expert-parallel ranks (default: the config's)")->check(at_least(1));
+  model->add_option("-D,--replicas", options->D, "replicas of an expert (default: the config's)")->check(at_least(1));
+  model->add_option("-T,--tokens", options->tokens, "tokens of a micro-batch on one rank (default: the config's)")->check(at_least(1));
   model->add_option("--precision", options->precision, "of training")->check(CLI::IsMember({"fp32", "bf16"}))->capture_default_str();
   model->add_flag("--json", options->json, "as JSON");
   model->callback([options] { run(*options); });

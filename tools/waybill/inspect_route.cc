@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "arguments.h"
 #include "inspect_verbs.h"
 #include "waybill/route_io.h"
 #include "waybill/route_plan.h"
@@ -66,8 +67,8 @@ void register_inspect_route(CLI::App& inspect) {
   CLI::App* command = inspect.add_subcommand("route", "Load per expert and rank of a route file");
   auto options = std::make_shared<RouteOptions>();
   command->add_option("file", options->file, "route file (waybill bench router --save-route writes one)")->required();
-  command->add_option("-P,--ranks", options->P, "ranks to spread the experts over")->check(CLI::PositiveNumber)->capture_default_str();
-  command->add_option("--rows", options->rows, "tokens to list")->check(CLI::NonNegativeNumber)->capture_default_str();
+  command->add_option("-P,--ranks", options->P, "ranks to spread the experts over")->check(at_least(1))->capture_default_str();
+  command->add_option("--rows", options->rows, "tokens to list")->check(at_least(0))->capture_default_str();
   command->add_flag("--json", options->json, "statistics as JSON");
   command->callback([options] { run(*options); });
 }

@@ -58,8 +58,8 @@ void run(const std::string& folder, bool json) {
   if (steps.empty()) WB_FAIL(ErrorCode::kIo, "{}: the run has no step yet", folder);
   const nlohmann::json header = headers.empty() ? nlohmann::json::object() : headers.back();
   nlohmann::json summary = {{"name", header.value("name", "")},
-                            {"step", steps.back()["step"]},
-                            {"loss", steps.back()["loss"]},
+                            {"step", steps.back().at("step")},
+                            {"loss", steps.back().at("loss")},
                             {"finished", !ends.empty()},
                             {"tokens_per_s", mean_of(steps, "tokens_per_s")},
                             {"step_ms", mean_of(steps, "step_ms")},
@@ -67,7 +67,7 @@ void run(const std::string& folder, bool json) {
   for (const char* key : {"unigram_entropy", "bigram_entropy", "parameters", "active_parameters", "world"}) {
     if (header.contains(key)) summary[key] = header[key];
   }
-  if (!evals.empty()) summary["held_out_loss"] = evals.back()["loss"];
+  if (!evals.empty()) summary["held_out_loss"] = evals.back().at("loss");
   if (json) {
     fmt::print("{}\n", summary.dump(2));
     return;
@@ -87,7 +87,7 @@ void register_inspect_run(CLI::App& inspect) {
   auto options = std::make_shared<Options>();
   command->add_option("folder", options->folder, "run folder")->required();
   command->add_flag("--json", options->json, "as JSON");
-  command->callback([options] { run(options->folder, options->json); });
+  command->callback([options] { read_fields(options->folder, [&] { run(options->folder, options->json); }); });
 }
 
 }  // namespace waybill::cli

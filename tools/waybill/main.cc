@@ -1,26 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// waybill: train, generate, bench, inspect, simulate, doctor. Exit codes: 0 success, 2 bad input (one line says what), 3 our bug,
-// 130/143 stopped by Ctrl-C/SIGTERM after a checkpoint was saved.
+// waybill: train, generate, bench, inspect, simulate, doctor. Exit codes: 0 success, 1 a failed self-test, 2 bad input or a failure of the
+// environment, standard output included (one line says what), 3 our bug, 130/143 stopped by Ctrl-C/SIGTERM after a checkpoint was saved.
 #include <fmt/format.h>
 #include <spdlog/cfg/env.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <filesystem>
+#include <iostream>
 #include <memory>
 #include <new>
 #include <set>
 #include <string>
+#include <system_error>
 
+#include "arguments.h"
 #include "commands.h"
 #include "waybill/error.h"
 #include "waybill/log.h"
 #include "waybill/version.h"
+#if defined(WAYBILL_WITH_CUDA)
+#include "ops/router/cuda/router_cuda.h"
+#endif
 
 namespace {
 
+using waybill::cli::unknown_command;
 constexpr int kExitBadInput = 2, kExitBug = 3;
 
 void register_commands(CLI::App& app) {
@@ -60,16 +69,13 @@ void wire_log() {
 // One line, as every other refusal.
 std::string parse_failure(const CLI::App*, const CLI::Error& error) { return fmt::format("waybill: {} (--help lists the options)\n", error.what()); }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  CLI::App app{"Waybill: dropless mixture-of-experts training", "waybill"};
-  app.set_version_flag("--version", waybill::version());
-  app.require_subcommand(1);
-  app.failure_message(parse_failure);
-  wire_log();
-  register_commands(app);
+// Runs the command that the arguments name; its exit code.
+int run(CLI::App& app, int argc, char** argv) {
   try {
+    if (const std::string unknown = unknown_command(app, argc, argv); !unknown.empty()) {
+      fmt::print(stderr, "waybill: {} (--help lists the commands)\n", unknown);
+      return kExitBadInput;
+    }
     app.parse(argc, argv);
     return 0;
   } catch (const CLI::RuntimeError& end) {
@@ -82,6 +88,9 @@ int main(int argc, char** argv) {
   } catch (const std::filesystem::filesystem_error& error) {
     fmt::print(stderr, "waybill: {}\n", error.what());
     return kExitBadInput;
+  } catch (const std::system_error& error) {  // of a write to standard output says main()
+    if (std::ferror(stdout) == 0) fmt::print(stderr, "waybill: {}\n", error.what());
+    return kExitBadInput;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "waybill: out of memory\n");
     return kExitBadInput;
@@ -89,4 +98,26 @@ int main(int argc, char** argv) {
     fmt::print(stderr, "waybill: unexpected: {}\n", error.what());
     return kExitBug;
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Waybill: dropless mixture-of-experts training", "waybill"};
+  app.set_version_flag("--version", waybill::version());
+  app.require_subcommand(1);
+  app.failure_message(parse_failure);
+  wire_log();
+#if defined(WAYBILL_WITH_CUDA)
+  waybill::cuda::register_router();
+#endif
+  register_commands(app);
+  const int code = run(app, argc, argv);
+  // What did not reach its reader is no success, though the command itself was one.
+  std::cout.flush();
+  const bool flushed = std::fflush(stdout) == 0;
+  const int reason = errno;
+  if (flushed && std::ferror(stdout) == 0 && std::cout.good()) return code;
+  fmt::print(stderr, "waybill: cannot write to standard output{}\n", flushed ? "" : fmt::format(": {}", std::strerror(reason)));
+  return code == 0 ? kExitBadInput : code;
 }

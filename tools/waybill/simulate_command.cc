@@ -5,6 +5,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "arguments.h"
 #include "commands.h"
 #include "table.h"
 #include "waybill/simulate.h"
@@ -80,12 +81,12 @@ void register_simulate_command(CLI::App& app) {
   simulate->require_subcommand(1);
   CLI::App* exchange = simulate->add_subcommand("exchange", "Copies, bytes and least time of one dispatch or combine");
   auto options = std::make_shared<SimulateOptions>();
-  exchange->add_option("-T,--tokens", options->shape.T, "tokens per rank")->capture_default_str();
-  exchange->add_option("-H,--width", options->shape.H, "values of a row")->capture_default_str();
-  exchange->add_option("-E,--experts", options->shape.E, "experts")->capture_default_str();
-  exchange->add_option("-K,--top-k", options->shape.K, "experts per token")->capture_default_str();
-  exchange->add_option("-P,--ranks", options->ranks, "group sizes, comma separated")->delimiter(',')->capture_default_str();
-  exchange->add_option("--domain-size", options->domain_size, "ranks that share fast links")->check(CLI::PositiveNumber)->capture_default_str();
+  exchange->add_option("-T,--tokens", options->shape.T, "tokens per rank")->check(at_least(0))->capture_default_str();
+  exchange->add_option("-H,--width", options->shape.H, "values of a row")->check(at_least(1))->capture_default_str();
+  exchange->add_option("-E,--experts", options->shape.E, "experts")->check(at_least(1))->capture_default_str();
+  exchange->add_option("-K,--top-k", options->shape.K, "experts per token")->check(at_least(1))->capture_default_str();
+  exchange->add_option("-P,--ranks", options->ranks, "group sizes, comma separated")->delimiter(',')->check(at_least(1))->capture_default_str();
+  exchange->add_option("--domain-size", options->domain_size, "ranks that share fast links")->check(at_least(1))->capture_default_str();
   exchange->add_option("--row", options->row, "payload type")->check(CLI::IsMember({"bf16", "fp32", "fp8"}))->capture_default_str();
   exchange->add_option("--link-gbps", options->cluster.link_gbps, "GB/s inside a domain, per rank and direction")->capture_default_str();
   exchange->add_option("--network-gbps", options->cluster.network_gbps, "GB/s between domains, per rank and direction")->capture_default_str();

@@ -117,6 +117,10 @@ void run_train(const TrainArguments& arguments, Fabric* start) {
   else
     load();
   if (!arguments.text.empty()) {
+    const auto sets_bin = [](const std::string& item) { return item.starts_with("data.bin="); };
+    const auto bin = std::find_if(arguments.overrides.begin(), arguments.overrides.end(), sets_bin);
+    WB_CHECK(bin == arguments.overrides.end(), "train: --text {} and --set {} name two sources of tokens", arguments.text, *bin);
+    if (!config.data.bin.empty()) log(LogLevel::kWarning, fmt::format("--text {} takes the place of data.bin = {}", arguments.text, config.data.bin));
     config.data.text = arguments.text;
     config.data.bin.clear();
   }

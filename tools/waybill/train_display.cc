@@ -38,6 +38,12 @@ std::string row(const StepMetrics& m, const std::string& held_out) {
                      ms(m, {Phase::kExpertGemm, Phase::kActivation}), ms(m, {Phase::kCombine}), hottest(m), imbalance(m));
 }
 
+// A run does not end because nobody can read about it: the stream keeps the error, which the command reports when the run has ended.
+void put(const std::string& text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 TrainDisplay::TrainDisplay(bool quiet) : quiet_(quiet), is_tty_(is_terminal(stdout)), start_(Clock::now()), last_bar_(start_) {}
@@ -81,8 +87,7 @@ void TrainDisplay::on_note(const std::string& text) { print_line("note: " + text
 
 void TrainDisplay::print_line(const std::string& line) {
   clear_bar();
-  fmt::print("{}\n", line);
-  std::fflush(stdout);
+  put(line + "\n");
 }
 
 void TrainDisplay::draw_bar(const StepMetrics& m) {
@@ -95,15 +100,13 @@ void TrainDisplay::draw_bar(const StepMetrics& m) {
   const std::string text = fmt::format(" step {}/{} loss {:.3f} {} tok/s{} {} left", m.step, header_.steps, m.loss, format_count(m.tokens_per_s), share,
                                        format_duration(elapsed / done * (all - done)));
   const int width = std::max(8, std::min(40, terminal_width(stdout) - static_cast<int>(text.size()) - 1));
-  fmt::print("\r\x1b[K{}{}", progress_bar(static_cast<double>(m.step) / static_cast<double>(header_.steps), width), text);
-  std::fflush(stdout);
+  put(fmt::format("\r\x1b[K{}{}", progress_bar(static_cast<double>(m.step) / static_cast<double>(header_.steps), width), text));
   bar_drawn_ = true;
 }
 
 void TrainDisplay::clear_bar() {
   if (!bar_drawn_) return;
-  fmt::print("\r\x1b[K");
-  std::fflush(stdout);
+  put("\r\x1b[K");
   bar_drawn_ = false;
 }
 
