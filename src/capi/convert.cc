@@ -5,7 +5,15 @@
 
 namespace waybill::capi {
 
-Device to_device(std::int32_t type, std::int32_t index, const char* name) { return Device{checked_enum(type, DeviceType::kCuda, name), index}; }
+// Before anything is read: what a caller calls device memory must not be taken for memory of the host.
+Device to_device(std::int32_t type, std::int32_t index, const char* name) {
+  const DeviceType device = checked_enum(type, DeviceType::kCuda, name);
+  if (device != DeviceType::kCpu) {
+    WB_FAIL(ErrorCode::kUnsupported, "{}: device_type is {} (CUDA, device {}), this library computes on the CPU ({})", name, type, index,
+            static_cast<int>(WB_CPU));
+  }
+  return Device{device, index};
+}
 
 TensorView to_view(const wb_tensor& tensor, const char* name) {
   if (tensor.rank == 0) return {};
@@ -53,7 +61,7 @@ wb_tensor from_view(const TensorView& view) {
 Stream to_stream(const wb_stream* stream) {
   if (stream == nullptr) return {};
   const wb_stream given = read_struct(stream, "stream");
-  return Stream{to_device(given.device_type, given.device_index, "stream.device_type"), given.native, given.pool == nullptr ? nullptr : &given.pool->pool};
+  return Stream{to_device(given.device_type, given.device_index, "stream"), given.native, given.pool == nullptr ? nullptr : &given.pool->pool};
 }
 
 RouteView to_route(const wb_route* route, const char* name) {

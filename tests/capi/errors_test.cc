@@ -89,6 +89,24 @@ TEST(CApiErrors, EnumsRanksAndShapesOutOfRangeAreRefusedWithTheValue) {
 }
 
 // A refused call leaves the caller's memory as it was.
+// A pointer into a device's memory must not be read as the host's.
+TEST(CApiErrors, DeviceMemoryAndStreamsAreRefusedByACpuLibrary) {
+  RouterCall call;
+  auto stream = sized<wb_stream>();
+  stream.device_type = WB_CUDA_DEVICE;
+  stream.device_index = 3;
+  EXPECT_EQ(wb_router_forward(&call.config, &call.inputs, &call.outputs, &stream), WB_UNSUPPORTED);
+  EXPECT_STREQ(wb_last_error(), "stream: device_type is 1 (CUDA, device 3), this library computes on the CPU (0)");
+  call.inputs.logits.device_type = WB_CUDA_DEVICE;
+  EXPECT_EQ(call.run(), WB_UNSUPPORTED);
+  EXPECT_THAT(wb_last_error(), HasSubstr("inputs.logits: device_type is 1 (CUDA, device 0)"));
+  call.inputs.logits.device_type = WB_CPU;
+  call.outputs.route.device_type = WB_CUDA_DEVICE;
+  EXPECT_EQ(call.run(), WB_UNSUPPORTED);
+  EXPECT_THAT(wb_last_error(), HasSubstr("outputs.route: device_type is 1"));
+  EXPECT_EQ(call.memory.ids[0], -1);
+}
+
 TEST(CApiErrors, RefusedCallsWriteNothing) {
   RouterCall call;
   call.config.K = 5;
