@@ -80,6 +80,28 @@ WB_API void quantize(const QuantConfig& config, const TensorView& x, const Tenso
 // scales 2^-124 .. 2^119.
 WB_API void dequantize(const QuantConfig& config, const QuantizedView& q, const TensorView& offsets, const TensorView& y, Stream stream = {});
 
+// ---- Operands of a dequantise-then-multiply matmul: y = dequantize(quantize(x)) to the bit, in one pass and without codes.
+// Implementations avx512, avx2, portable and ref (WB_FORCE=quantize:<name>); all give the same bits, for any number of threads.
+struct QuantizeDequantizeArgs {
+  TensorView x;        // [*, C] fp32, columns adjacent
+  TensorView rows;     // [S] int32: row s of y comes from x's row rows[s], -1 = a row of zeros. Null: from row s
+  TensorView offsets;  // [L + 1] int32, or null: all rows of y are one group. Rows past offsets[L] are not written
+  TensorView y;        // [S, C] fp32; may be x where rows is null
+  // [L] for stochastic rounding: the draw then depends on (group_seeds[g], row within the group, column) only. Null: as in quantize().
+  const std::uint64_t* group_seeds = nullptr;
+};
+WB_API void quantize_dequantize(const QuantConfig& config, const QuantizeDequantizeArgs& args, Stream stream = {});
+
+// Random Hadamard transform over the rows of each group, 16 at a time: y = H D x with H[i, j] = (-1)^popcount(i & j) / 4 and D the signs:
+// bit j of `signs` negates row j of a block. Orthonormal, so that (H D a)^T (H D b) = a^T b. The last block of a group is filled with
+// zeros: y has hadamard_offsets(offsets)[L] rows. x, rows and offsets as above.
+inline constexpr std::int64_t kHadamardRows = 16;
+WB_API std::vector<std::int32_t> hadamard_offsets(const TensorView& offsets);  // [L + 1], multiples of 16
+WB_API void hadamard_rows(const TensorView& x, const TensorView& rows, const TensorView& offsets, std::uint16_t signs, const TensorView& y, Stream stream = {});
+
+// y bf16 = x fp32 rounded to nearest even, NaN stays NaN; same shape, contiguous.
+WB_API void round_to_bf16(const TensorView& x, const TensorView& y, Stream stream = {});
+
 // ---- Swizzled scales (u8): tiles of 128 rows x 4 columns = 512 bytes, row-major over tiles; each group starts its own tile. In a tile:
 // offset = (r % 32) * 16 + (r / 32 % 4) * 4 + c % 4. Padding is written as zeros and never read back.
 struct SwizzledLayout {

@@ -45,11 +45,14 @@ float largest_magnitude(const TensorView& x, std::int64_t row_begin, std::int64_
   return amax;
 }
 
-// The largest magnitude of whole rows; a NaN spoils its block only, not the group.
+// The largest magnitude of whole rows; a NaN spoils its block only, not the group. (Not fmax: a signalling NaN would restart it.)
 float largest_number(const TensorView& x, std::int64_t row_begin, std::int64_t row_end) {
   float amax = 0;
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    for (std::int64_t c = 0; c < x.shape[1]; ++c) amax = std::fmax(amax, std::fabs(load(x, row * x.stride[0] + c)));
+    for (std::int64_t c = 0; c < x.shape[1]; ++c) {
+      const float magnitude = std::fabs(load(x, row * x.stride[0] + c));
+      if (magnitude > amax) amax = magnitude;
+    }
   }
   return amax;
 }
