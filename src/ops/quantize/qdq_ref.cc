@@ -2,7 +2,7 @@
 // quantize() and then dequantize(), group by group, on a gathered copy.
 #include "ops/quantize/qdq_ref.h"
 
-#include <bit>
+#include <algorithm>
 #include <cstring>
 
 #include "ops/quantize/quantize_ref.h"
