@@ -223,6 +223,9 @@ void sweep(const Shape& shape, double dense) {
         if (o != kForward && o != kDgrad && band == 4 && tile.block_n != 256) break;
       }
     }
+    GemmTuning alone;
+    alone.overlap = false;
+    line += fmt::format(" [no overlap] {:.0f}", bench.flops() / bench.time(o, alone, 3, 10, 2).us * 1e-6);
     fmt::print("{}\n", line);
     std::fflush(stdout);
   }

@@ -1,21 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_bf16.h>
 
-#include <algorithm>
-#include <cstring>
-
-#include "core/cuda/cuda_error.h"
-#include "core/cuda/device_buffer.h"
 #include "cuda/gemm_reference.h"
 
 namespace waybill::cuda {
 namespace {
 
-struct Totals {
-  unsigned long long checked, wrong;
-  unsigned long long worst_bits;
-  unsigned long long first_wrong;
-};
+using Totals = GemmCheckTotals;
 
 struct Problem {
   int form, output, groups;
@@ -101,44 +92,12 @@ __global__ void check(Problem p, long long elements, long long step, Totals* tot
 
 }  // namespace
 
-std::string GemmCheck::describe() const {
-  return std::to_string(wrong) + " of " + std::to_string(checked) + " elements wrong, first at " + std::to_string(first_wrong) +
-         ", worst error / bound of the others " + std::to_string(worst);
-}
-
-GemmCheck check_grouped(const GroupedProblem& problem, const float* before, unsigned char poison, std::int64_t d_rows, std::int64_t samples,
-                        cudaStream_t stream) {
+void launch_check_grouped(const GroupedProblem& problem, const float* before, unsigned char poison, std::int64_t elements, std::int64_t step,
+                          GemmCheckTotals* totals, cudaStream_t stream) {
   const auto as_bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
-  const Problem p{static_cast<int>(problem.form),
-                  static_cast<int>(problem.output),
-                  static_cast<int>(problem.groups),
-                  problem.rows,
-                  problem.m,
-                  problem.n,
-                  problem.k,
-                  as_bf16(problem.a),
-                  as_bf16(problem.b),
-                  problem.offsets,
-                  problem.d,
-                  problem.bias,
-                  before,
-                  poison};
-  const std::int64_t elements = (problem.form == GemmForm::kTN ? problem.groups * problem.m : d_rows) * problem.n;
-  // An odd step, so that a sample meets all columns and rows.
-  const std::int64_t step = elements <= samples ? 1 : (elements / samples) | 1;
-  const DeviceBuffer totals(sizeof(Totals));
-  const Totals start{0, 0, 0, ~0ull};
-  totals.upload(&start, sizeof(start), stream);
-  check<<<2048, 128, 0, stream>>>(p, elements, step, totals.as<Totals>());
-  check_launch("check_grouped");
-  Totals host{};
-  totals.download(&host, sizeof(host), stream);
-  WB_TRY_CUDA(cudaStreamSynchronize(stream));
-  GemmCheck result;
-  result.checked = static_cast<long long>(host.checked), result.wrong = static_cast<long long>(host.wrong);
-  memcpy(&result.worst, &host.worst_bits, 8);
-  result.first_wrong = host.wrong > 0 ? static_cast<long long>(host.first_wrong) : -1;
-  return result;
+  const Problem p{static_cast<int>(problem.form), static_cast<int>(problem.output), static_cast<int>(problem.groups), problem.rows, problem.m, problem.n,
+                  problem.k, as_bf16(problem.a), as_bf16(problem.b), problem.offsets, problem.d, problem.bias, before, poison};
+  check<<<2048, 128, 0, stream>>>(p, elements, step, totals);
 }
 
 }  // namespace waybill::cuda

@@ -23,4 +23,13 @@ struct GemmCheck {
 // 2^-8 |v| where D is bf16, plus 2^-23 sqrt(terms) s + 2^-21 s for the fp32 sums. About `samples` elements are checked.
 GemmCheck check_grouped(const GroupedProblem& problem, const float* before, unsigned char poison, std::int64_t d_rows, std::int64_t samples, cudaStream_t stream);
 
+// What the kernel adds up; first_wrong starts at ~0.
+struct GemmCheckTotals {
+  unsigned long long checked, wrong;
+  unsigned long long worst_bits;  // of a double
+  unsigned long long first_wrong;
+};
+void launch_check_grouped(const GroupedProblem& problem, const float* before, unsigned char poison, std::int64_t elements, std::int64_t step,
+                          GemmCheckTotals* totals, cudaStream_t stream);
+
 }  // namespace waybill::cuda

@@ -142,8 +142,9 @@ __device__ __forceinline__ std::uint32_t map_shared(const void* p, std::uint32_t
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(smem_address(p)), "r"(rank));
   return r;
 }
+// Releases at CTA scope: enough to hand shared memory back after reading it. (Release at cluster scope costs a GPU-wide fence each time.)
 __device__ __forceinline__ void mbarrier_arrive_remote(std::uint32_t mapped_bar) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped_bar) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_bar) : "memory");
 }
 // Four bytes into another CTA's shared memory; they count on that CTA's barrier when they are there.
 __device__ __forceinline__ void store_remote(std::uint32_t mapped_p, std::uint32_t value, std::uint32_t mapped_bar) {

@@ -110,12 +110,11 @@ __device__ __forceinline__ void write_partial(const float (&acc)[kBlockN / 2], f
   }
 }
 
-// acc = the sum over slices, in the order of the slices. 16 loads of a thread are under way together.
+// acc = the sum over slices, in the order of the slices. 8 loads of a thread are under way together (16 cost spills).
 template <int kBlockN>
 __device__ __forceinline__ void sum_partials(float (&acc)[kBlockN / 2], const float* partials, std::int64_t stride, int num_slices, int thread) {
-  constexpr int kLoads = kBlockN / 8 < 16 ? kBlockN / 8 : 16;
-  static_assert(kBlockN / 8 % kLoads == 0 || kBlockN == 192);
-  constexpr int kGroup = kBlockN == 192 ? 12 : kLoads;
+  constexpr int kGroup = 8;
+  static_assert(kBlockN / 8 % kGroup == 0);
 #pragma unroll
   for (int first = 0; first < kBlockN / 8; first += kGroup) {
     const float4* partial = reinterpret_cast<const float4*>(partials) + first * 128 + thread;
