@@ -23,6 +23,26 @@ function(waybill_add_folder name)
   set_property(GLOBAL APPEND PROPERTY WAYBILL_FOLDERS waybill_${name})
 endfunction()
 
+# -O1: tests are compiled more often than they are run; the code under test keeps its own level. There GCC 12 sees overruns in the
+# concatenation of strings that are none.
+set(WAYBILL_TEST_OPTIONS "$<$<CONFIG:Release>:-O1>" "$<$<CXX_COMPILER_ID:GNU>:-Wno-array-bounds>" "$<$<CXX_COMPILER_ID:GNU>:-Wno-stringop-overflow>")
+
+# The headers that nearly every test includes are compiled once: they are a third of a test's compile time.
+function(waybill_reuse_test_headers name)
+  if(NOT TARGET waybill_test_headers)
+    # A program like the tests, because a precompiled header only fits code that is compiled with the same options (-fPIE).
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/test_headers.cc CONTENT "int main() {}\n")
+    add_executable(waybill_test_headers ${PROJECT_BINARY_DIR}/test_headers.cc)
+    target_link_libraries(waybill_test_headers PRIVATE $<BUILD_INTERFACE:waybill_flags> fmt::fmt GTest::gtest_main GTest::gmock)
+    target_compile_features(waybill_test_headers PRIVATE cxx_std_20)
+    target_compile_options(waybill_test_headers PRIVATE ${WAYBILL_TEST_OPTIONS})
+    target_precompile_headers(waybill_test_headers PRIVATE <gtest/gtest.h> <gmock/gmock.h> <fmt/format.h> <chrono> <filesystem> <fstream> <functional>
+      <map> <memory> <mutex> <random> <set> <span> <sstream> <string> <thread> <vector>)
+  endif()
+  target_compile_options(${name} PRIVATE ${WAYBILL_TEST_OPTIONS})
+  target_precompile_headers(${name} REUSE_FROM waybill_test_headers)
+endfunction()
+
 # waybill_add_test(<name> SOURCES ... LINK ... [LABELS ...] [TIMEOUT seconds])
 # One GoogleTest program; every test case is a ctest entry.
 function(waybill_add_test name)
@@ -33,5 +53,6 @@ function(waybill_add_test name)
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE $<BUILD_INTERFACE:waybill_flags> ${ARG_LINK} GTest::gtest_main GTest::gmock rapidcheck)
+  waybill_reuse_test_headers(${name})
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
 endfunction()

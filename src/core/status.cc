@@ -28,7 +28,7 @@ void StatusWord::merge(const StatusWord& other) {
 std::string describe(const StatusWord& status) {
   if (status.flags == kStatusOk && status.num_bad_ids == 0 && status.num_nonfinite_rows == 0 && status.num_short_rows == 0) return "ok";
   std::string text;
-  const auto add = [&text](std::string part) { text += (text.empty() ? "" : "; ") + part; };
+  const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : "; ") + part; };
   if (status.overflowed()) {
     add(fmt::format("receive overflow: slots {} of {}, rows {} of {}", status.slot_demand, status.slot_capacity, status.row_demand, status.row_capacity));
   }
