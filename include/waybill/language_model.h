@@ -69,7 +69,8 @@ class WB_API LanguageModel {
   // a position whose token or next token is -1 has no loss and no routes). B may differ between ranks and may be 0; the number of
   // micro-batches may not. Gradients are overwritten (not added to): they are of the mean loss over all valid tokens of all ranks
   // and micro-batches, auxiliary losses included, and already reduced over ranks. Collective.
-  StepStats forward_backward(std::span<const TensorView> micro_batches);
+  // rounding_seed: of the step's random numbers, where a layer's recipe takes any; the same on every rank.
+  StepStats forward_backward(std::span<const TensorView> micro_batches, std::uint64_t rounding_seed = 0);
   // Mean cross-entropy over all ranks' valid tokens; changes no state. kOverflow where a captured receive budget is too small.
   double evaluate(const TensorView& tokens);
   // Logits [T, vocab] of one sequence of 1 .. seq_len tokens on every rank (collective: all ranks give the same tokens).

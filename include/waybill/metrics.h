@@ -20,6 +20,7 @@ struct LayerHeader {
   int layer = 0;
   std::int64_t E = 0, K = 0;
   int P = 1;
+  std::string recipe = "fp32";  // of the expert matmuls
 };
 
 struct RunHeader {

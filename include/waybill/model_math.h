@@ -76,6 +76,7 @@ struct MemoryPlan {
   double activation_bytes = 4;
   double receive_factor = 1;  // received slots / (tokens * K) planned for: 1 = balanced load
   Recompute recompute = Recompute::kNone;
+  Recipe recipe = Recipe::kF32;  // of the expert matmuls: what is not fp32 holds rounded copies of one product's operands
 };
 // Bytes on one rank. A model of the engine's own tensors, not a measurement.
 struct MemoryEstimate {
@@ -83,8 +84,9 @@ struct MemoryEstimate {
   double activations = 0;       // saved for backward, all layers
   double receive_window = 0;    // rows and expert outputs of one layer in flight
   double logits = 0;            // of one row chunk of the fused loss
+  double operands = 0;          // the recipe's rounded copies, all layers; 0 for fp32
   std::int64_t parameters = 0;  // held by this rank
-  double total() const { return weights + gradients + optimizer + activations + receive_window + logits; }
+  double total() const { return weights + gradients + optimizer + activations + receive_window + logits + operands; }
 };
 WB_API MemoryEstimate memory_per_rank(const ArchitectureConfig& config, const MemoryPlan& plan);
 

@@ -11,6 +11,7 @@
 #include "waybill/exchange.h"
 #include "waybill/fabric.h"
 #include "waybill/phase.h"
+#include "waybill/recipe.h"
 #include "waybill/router.h"
 
 namespace waybill {
@@ -30,6 +31,7 @@ struct MoeConfig {
   std::int64_t shared_F = 0;  // 0 = no shared expert; inner width of the shared expert (it stays on H)
   RouterConfig router{};
   ActivationConfig activation{};
+  RecipeConfig recipe{};       // operands of the routed and shared experts' matmuls; the gate and latent projections are fp32
   bool expert_bias = false;    // biases on both expert matmuls; the second is multiplied by the routing weight
   float bias_update_rate = 0;  // aux-free balancing: step of the router bias per optimizer step; 0 = no router bias
   bool bias_subtract_mean = false;
@@ -140,6 +142,9 @@ struct MoeForwardOptions {
   const std::vector<std::int64_t>* accumulated_counts = nullptr;  // [E] sum of loss_counts of earlier micro-batches (global aux loss)
   double accumulated_tokens = 0;
   std::int64_t token_offset = 0;  // of row 0 in the global batch (forced balance)
+  // Random numbers of the recipe (stochastic rounding, Hadamard signs), for this forward's backward too. One seed a layer, step and
+  // micro-batch, the same on every rank of ep: the numbers of a routed expert are then a function of seed, expert and slot at any P.
+  std::uint64_t rounding_seed = 0;
 };
 
 class WB_API MoeLayer {

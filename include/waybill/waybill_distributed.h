@@ -94,6 +94,9 @@ WB_API wb_status wb_exchange_get_status(wb_exchange* exchange, wb_step_status* s
 /* ---- the MoE layer --------------------------------------------------------------------------------------------------- */
 
 enum wb_activation { WB_SWIGLU = 0, WB_CLAMPED_SWIGLU = 1, WB_RELU_SQUARED = 2 };
+/* How operands of the expert matmuls are rounded; accumulation, weights and gradients stay fp32 (waybill/recipe.h). */
+enum wb_recipe { WB_RECIPE_FP32 = 0, WB_RECIPE_BF16 = 1, WB_RECIPE_FP8 = 2, WB_RECIPE_MXFP8 = 3, WB_RECIPE_NVFP4 = 4 };
+enum wb_scale_rule { WB_SCALE_ROUND_UP = 0, WB_SCALE_FLOOR = 1 };
 enum wb_recompute { WB_RECOMPUTE_NONE = 0, WB_RECOMPUTE_ACTIVATION = 1, WB_RECOMPUTE_LAYER = 2 };
 
 typedef struct wb_moe_config {
@@ -115,6 +118,12 @@ typedef struct wb_moe_config {
   int32_t force_dense_map, hierarchy;
   int32_t overlap_shared; /* 1: compute the shared expert while rows travel; same bits */
   int32_t reserved;
+  int32_t recipe;              /* wb_recipe */
+  int32_t scale_rule;          /* wb_scale_rule; mxfp8, and fp8 with powers of two */
+  int32_t power_of_two_scales; /* fp8; 0: fp32 scales */
+  int32_t stochastic_rounding; /* nvfp4: of gradients */
+  int32_t hadamard;            /* nvfp4: random rotation of the weight gradients' operands */
+  int32_t reserved2;
 } wb_moe_config;
 WB_API wb_status wb_moe_config_init(wb_moe_config* config, uint64_t struct_size) WB_NOEXCEPT;
 
@@ -144,6 +153,7 @@ typedef struct wb_moe_forward_options {
   double loss_tokens, loss_sequences; /* what the losses are averaged over; 0 = this call's, all ranks */
   int32_t training;                   /* 0: nothing is saved, no loss is computed, no counter moves */
   int32_t reserved;
+  uint64_t rounding_seed; /* of the recipe's random numbers: one a layer, step and micro-batch, the same on every rank of ep */
 } wb_moe_forward_options;
 WB_API wb_status wb_moe_forward_options_init(wb_moe_forward_options* options, uint64_t struct_size) WB_NOEXCEPT;
 /* x, out [T, H] fp32. options may be null: training, no padding. Collective. */

@@ -17,6 +17,7 @@ void check_routed_part_only(const MoeConfig& c) {
            c.global_coefficient, c.z_coefficient);
   WB_CHECK(c.mode == ExchangeMode::kEager && c.recompute == Recompute::kNone && c.expert_tensor_parallel == 1,
            "a baseline runs in eager mode, without recompute and without expert tensor parallelism (ways = {})", c.expert_tensor_parallel);
+  WB_CHECK(c.recipe.kind == Recipe::kF32, "a baseline multiplies fp32 operands: recipe = {}", to_string(c.recipe.kind));
   WB_CHECK(c.capacity_factor == 0 && !c.pad_to_capacity && !c.force_dense_map,
            "the design is chosen by MoeStackConfig::kind, not by the layer's capacity_factor = {}, pad_to_capacity = {}, force_dense_map = {}",
            c.capacity_factor, c.pad_to_capacity, c.force_dense_map);

@@ -33,10 +33,20 @@ T& required(T* pointer, const char* name) {
   return *pointer;
 }
 
-// Size of the struct in the first header that had it. Overload it in the change that makes a struct grow.
+// Size of the struct in the first header that had it. Specialise it in the change that makes a struct grow.
 template <class T>
 constexpr std::uint64_t first_size() {
   return sizeof(T);
+}
+
+// ABI 1 before recipes.
+template <>
+constexpr std::uint64_t first_size<wb_moe_config>() {
+  return 240;
+}
+template <>
+constexpr std::uint64_t first_size<wb_moe_forward_options>() {
+  return 136;
 }
 
 template <class T>

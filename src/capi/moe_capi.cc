@@ -37,8 +37,15 @@ wb_moe_config default_moe_config() {
   config.allow_dense_map = defaults.allow_dense_map ? 1 : 0;
   config.hierarchy = static_cast<std::int32_t>(defaults.hierarchy);
   config.overlap_shared = defaults.overlap_shared ? 1 : 0;
+  config.recipe = static_cast<std::int32_t>(defaults.recipe.kind);
+  config.scale_rule = static_cast<std::int32_t>(defaults.recipe.scale_rule);
+  config.power_of_two_scales = defaults.recipe.power_of_two_scales ? 1 : 0;
+  config.stochastic_rounding = defaults.recipe.stochastic_rounding ? 1 : 0;
+  config.hadamard = defaults.recipe.hadamard ? 1 : 0;
   return config;
 }
+
+static_assert(static_cast<int>(Recipe::kNVFP4) == WB_RECIPE_NVFP4 && static_cast<int>(ScaleRule::kFloor) == WB_SCALE_FLOOR);
 
 wb_moe_forward_options default_forward_options() {
   wb_moe_forward_options options{};
@@ -80,6 +87,11 @@ MoeConfig to_moe_config(const wb_moe_config* config) {
   result.force_dense_map = given.force_dense_map != 0;
   result.hierarchy = checked_enum(given.hierarchy, Hierarchy::kAuto, "hierarchy");
   result.overlap_shared = given.overlap_shared != 0;
+  result.recipe.kind = checked_enum(given.recipe, Recipe::kNVFP4, "recipe");
+  result.recipe.scale_rule = checked_enum(given.scale_rule, ScaleRule::kFloor, "scale_rule");
+  result.recipe.power_of_two_scales = given.power_of_two_scales != 0;
+  result.recipe.stochastic_rounding = given.stochastic_rounding != 0;
+  result.recipe.hadamard = given.hadamard != 0;
   return result;
 }
 
@@ -134,6 +146,7 @@ wb_status wb_moe_forward(wb_moe_layer* layer, const wb_moe_tensors* parameters, 
     forward.token_offset = given.token_offset;
     forward.loss_tokens = given.loss_tokens;
     forward.loss_sequences = given.loss_sequences;
+    forward.rounding_seed = given.rounding_seed;
     Route replay;
     if (given.replay != nullptr) {
       replay = Route::copy_of(to_route(given.replay, "options.replay"));

@@ -14,6 +14,7 @@
 #include "ops/model/rms_norm.h"
 #include "waybill/balance.h"
 #include "waybill/grouped_gemm.h"
+#include "waybill/random.h"
 
 namespace waybill {
 
@@ -102,7 +103,13 @@ struct LanguageModel::Impl {
     return sums[0];
   }
 
-  void forward(const TokenBatch& batch, const model::StepPlan& plan, std::size_t micro_batch, model::StatsCollector& stats) {
+  // One a layer, micro-batch and replica of the experts: replicas see other tokens and take other draws.
+  std::uint64_t rounding_seed(std::uint64_t step_seed, std::size_t layer, std::size_t micro_batch) const {
+    const int replica = groups.world().rank() / config.layers[layer].P;
+    return random_u64(random_u64(random_u64(step_seed, layer), micro_batch), static_cast<std::uint64_t>(replica));
+  }
+
+  void forward(const TokenBatch& batch, const model::StepPlan& plan, std::size_t micro_batch, std::uint64_t step_seed, model::StatsCollector& stats) {
     embed(batch, saved[0].x);
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
       LayerSaved& s = saved[i];
@@ -115,6 +122,7 @@ struct LanguageModel::Impl {
         options.accumulated_counts = &stats.loss_counts(layer);
         options.accumulated_tokens = stats.counted_tokens(layer);
         options.token_offset = plan.token_offset[micro_batch];
+        options.rounding_seed = rounding_seed(step_seed, i, micro_batch);
       }
       Tensor& out = i + 1 < config.layers.size() ? saved[i + 1].x : x_out;
       out.resize(DType::kF32, {batch.T(), config.H});
@@ -180,7 +188,7 @@ void LanguageModel::zero_gradients() {
     if (p.trainable) p.grad.fill_zero();
 }
 
-StepStats LanguageModel::forward_backward(std::span<const TensorView> micro_batches) {
+StepStats LanguageModel::forward_backward(std::span<const TensorView> micro_batches, std::uint64_t rounding_seed) {
   Impl& m = *impl_;
   Fabric& world = m.groups.world();
   const model::StepPlan plan = model::plan_step(micro_batches, m.config.seq_len, m.config.vocab, world);
@@ -190,7 +198,7 @@ StepStats LanguageModel::forward_backward(std::span<const TensorView> micro_batc
   const float scale = plan.valid_tokens > 0 ? static_cast<float>(1.0 / static_cast<double>(plan.valid_tokens)) : 0.0f;
   for (std::size_t i = 0; i < micro_batches.size(); ++i) {
     const TokenBatch batch = model::split_tokens(micro_batches[i], m.config.seq_len);
-    m.forward(batch, plan, i, stats);
+    m.forward(batch, plan, i, rounding_seed, stats);
     stats.add_loss(m.loss_and_gradient(batch, scale));
     m.backward(batch);
   }

@@ -108,6 +108,24 @@ TokenFlops flops_per_token(const ArchitectureConfig& c) {
   return f;
 }
 
+namespace {
+
+// Bytes of one layer's operand copies (src/moe/recipe_operands.h): the largest product of each buffer. Blocked recipes hold dequantised fp32
+// and, for wgrad, the rows slot by slot.
+double operand_bytes(const ArchitectureConfig& c, const MemoryPlan& plan, double rows, double slots) {
+  if (plan.recipe == Recipe::kF32) return 0;
+  const bool is_blocked = plan.recipe != Recipe::kBF16;
+  const auto d = [](std::int64_t value) { return static_cast<double>(value); };
+  const double W = d(row_width(c)), F = d(c.F), inner = d(matrices(c) - 1), I = inner * F, T = d(plan.tokens_per_rank);
+  const double shared_I = inner * d(c.shared_F), shared_wide = c.shared_F > 0 ? std::max(d(c.H), shared_I) : 0;
+  const double left = std::max({(is_blocked ? slots : rows) * W, slots * I, T * shared_wide});
+  const double right = std::max(slots * I, T * shared_wide);
+  const double weights = std::max(d(c.E) / plan.P * W * I, d(c.H) * shared_I);
+  return (left + right + weights) * (is_blocked ? 4 : 2);
+}
+
+}  // namespace
+
 MemoryEstimate memory_per_rank(const ArchitectureConfig& c, const MemoryPlan& plan) {
   const ParameterCounts n = count_parameters(c);
   WB_CHECK(plan.P >= 1 && plan.D >= 1 && plan.tokens_per_rank >= 0, "P {}, D {}, tokens_per_rank {}", plan.P, plan.D, plan.tokens_per_rank);
@@ -138,6 +156,7 @@ MemoryEstimate memory_per_rank(const ArchitectureConfig& c, const MemoryPlan& pl
   const double moe_count = static_cast<double>(moe_layers(c) + c.mtp_layers);
   m.activations = static_cast<double>(c.num_layers + c.mtp_layers) * attention + static_cast<double>(c.num_dense_layers) * dense + moe_count * moe;
   if (moe_count > 0) m.receive_window = (2 * rows + slots) * static_cast<double>(row_width(c)) * bytes;
+  m.operands = moe_count * operand_bytes(c, plan, rows, slots);
   m.logits = static_cast<double>(std::min<std::int64_t>(plan.tokens_per_rank, cross_entropy_chunk_rows(c.vocab)) * c.vocab) * 4;
   return m;
 }

@@ -51,6 +51,16 @@ void check_exchange(const MoeConfig& c) {
   WB_CHECK(c.receive_factor == 0 || c.T_max >= 1, "receive_factor = {} is a multiple of T_max: set T_max, got {}", c.receive_factor, c.T_max);
 }
 
+// Widths that a product contracts; the slots of an expert may be any number.
+void check_recipe(const MoeConfig& c) {
+  validate(c.recipe);
+  check_recipe_fit(c.recipe, c.latent > 0 ? "latent" : "H", c.row_width());
+  check_recipe_fit(c.recipe, c.expert_tensor_parallel > 1 ? "F / expert_tensor_parallel" : "F", c.local_F());
+  if (c.shared_F == 0) return;
+  check_recipe_fit(c.recipe, "H", c.H);
+  check_recipe_fit(c.recipe, "shared_F", c.shared_F);
+}
+
 void check_capacity(const MoeConfig& c) {
   WB_CHECK(std::isfinite(c.capacity_factor) && c.capacity_factor >= 0, "capacity_factor = {} must be finite and not negative (0 = dropless)",
            c.capacity_factor);
@@ -66,6 +76,7 @@ void validate(const MoeConfig& config, int P) {
   check_activation(config);
   check_exchange(config);
   check_capacity(config);
+  check_recipe(config);
   RouterConfig router = config.router;
   router.E = config.E;
   router.K = config.K;

@@ -2,6 +2,7 @@
 // Dense parts beside the routed experts: the shared expert and plain projections.
 #pragma once
 
+#include "moe/recipe_operands.h"
 #include "waybill/activation.h"
 #include "waybill/stream.h"
 
@@ -12,10 +13,14 @@ void project(const TensorView& x, const TensorView& w, const TensorView& y, bool
 void project_backward_input(const TensorView& dy, const TensorView& w, const TensorView& dx, bool accumulate, Stream stream);
 void project_backward_weight(const TensorView& dy, const TensorView& x, const TensorView& dw, Stream stream);  // dw +=
 
-// The shared expert: out += act(x w1^T) w2^T.   h [T, inner], a [T, F] are written: h is kept for backward.
+// The shared expert: out += act(x w1^T) w2^T.   h [T, inner], a [T, F] are written: h is kept for backward. The operands of its matmuls are
+// those of the recipe, with the rank's tokens as one group.
 struct SharedExpert {
   const ActivationConfig& activation;
+  const RecipeConfig& recipe;
   TensorView w1, w2;  // [inner, H], [H, F]
+  std::uint64_t rounding_seed;
+  OperandScratch& operands;
   Stream stream;
 
   void hidden(const TensorView& x, Tensor& h) const;

@@ -2,6 +2,7 @@
 #include "moe/experts.h"
 
 #include "moe/second_bias.h"
+#include "ops/gemm/bias_grad.h"
 
 namespace waybill::moe {
 namespace {
@@ -9,17 +10,34 @@ namespace {
 TensorView offsets_view(const ReceiveLayout& layout) { return TensorView::of(layout.expert_offsets.data(), {layout.L + 1}); }
 TensorView slot_row_view(const ReceiveLayout& layout) { return TensorView::of(layout.slot_row.data(), {layout.S_padded()}); }
 
+RecipeOperands operands_of(const ExpertContext& c, ExpertScratch& scratch) {
+  return RecipeOperands(c.config.recipe, offsets_view(c.layout), slot_row_view(c.layout), c.expert_ids, c.rounding_seed, scratch.operands, c.stream);
+}
+
+// The bias gradient sums the gradient itself, not the operand of the product beside it.
+void first_bias_gradient(const ExpertContext& c, const TensorView& dh, const TensorView& d_b1) {
+  GroupedGemmWgradArgs sum;
+  sum.dy = dh;
+  sum.offsets = offsets_view(c.layout);
+  sum.a_rows = slot_row_view(c.layout);
+  sum.d_bias = d_b1;
+  sum.accumulate = true;
+  detail::bias_grad(sum, c.stream.pool);
+}
+
 }  // namespace
 
-void experts_first_matmul(const ExpertContext& c, const TensorView& rows, Tensor& h) {
+void experts_first_matmul(const ExpertContext& c, const TensorView& rows, ExpertScratch& scratch, Tensor& h) {
   const PhaseScope scope(c.times, Phase::kExpertGemm);
   h.resize(DType::kF32, {c.layout.S_padded(), c.config.inner_width()});
+  const RecipeOperands operands = operands_of(c, scratch);
+  const RowOperand a = operands.gathered(rows, Operand::kActivation);
   GroupedGemmArgs args;
-  args.a = rows;
-  args.weights = c.parameters.w1;
+  args.a = a.values;
+  args.weights = operands.weights(c.parameters.w1, Contraction::kColumns);
   args.offsets = offsets_view(c.layout);
   args.y = h;
-  args.a_rows = slot_row_view(c.layout);
+  args.a_rows = a.rows;
   args.bias = c.parameters.b1;
   grouped_gemm(args, c.stream);
 }
@@ -35,9 +53,10 @@ void experts_second_matmul(const ExpertContext& c, const TensorView& a, ExpertSc
   scratch.y.resize(DType::kF32, {c.layout.S_padded(), W});
   {
     const PhaseScope scope(c.times, Phase::kExpertGemm);
+    const RecipeOperands operands = operands_of(c, scratch);
     GroupedGemmArgs args;
-    args.a = a;
-    args.weights = c.parameters.w2;
+    args.a = operands.slots(a, Operand::kActivation);
+    args.weights = operands.weights(c.parameters.w2, Contraction::kColumns);
     args.offsets = offsets_view(c.layout);
     args.y = scratch.y;
     grouped_gemm(args, c.stream);
@@ -54,25 +73,28 @@ void experts_backward(const ExpertContext& c, const MoeTensors& gradients, const
   scratch.da.resize(DType::kF32, {S, c.config.local_F()});
   scratch.dh.resize(DType::kF32, {S, c.config.inner_width()});
   scratch.y.resize(DType::kF32, {S, W});
+  const RecipeOperands operands = operands_of(c, scratch);
   {
     // The gradient of slot s at the second matmul's output is dz[slot_row[s]] (the weight sits in front of that matmul). Reading
     // w2 [L, W, F] as [L, C, N] makes its transpose product and its gradient calls that gather dz: no [S, W] copy of dz.
     const PhaseScope scope(c.times, Phase::kExpertGemm);
+    const RowOperand d_output = operands.gathered(dz, Operand::kGradient, Draws::kSecondDgrad);
     GroupedGemmArgs dgrad;
-    dgrad.a = dz;
-    dgrad.weights = c.parameters.w2;
+    dgrad.a = d_output.values;
+    dgrad.weights = operands.weights(c.parameters.w2, Contraction::kRows);
     dgrad.offsets = offsets_view(c.layout);
     dgrad.y = scratch.da;
     dgrad.layout = WeightLayout::kLCN;
-    dgrad.a_rows = slot_row_view(c.layout);
+    dgrad.a_rows = d_output.rows;
     grouped_gemm(dgrad, c.stream);
+    const WgradOperands pair = operands.wgrad(dz, Operand::kGradient, a, Operand::kActivation, Draws::kSecondWgrad);
     GroupedGemmWgradArgs wgrad;
-    wgrad.a = dz;
-    wgrad.dy = a;
-    wgrad.offsets = dgrad.offsets;
+    wgrad.a = pair.gathered;
+    wgrad.dy = pair.slots;
+    wgrad.offsets = pair.offsets;
     wgrad.d_weights = gradients.w2;
     wgrad.layout = WeightLayout::kLCN;
-    wgrad.a_rows = dgrad.a_rows;
+    wgrad.a_rows = pair.rows;
     wgrad.accumulate = true;
     grouped_gemm_wgrad(wgrad, c.stream);
   }
@@ -83,19 +105,21 @@ void experts_backward(const ExpertContext& c, const MoeTensors& gradients, const
   }
   {
     const PhaseScope scope(c.times, Phase::kExpertGemm);
+    const WgradOperands pair = operands.wgrad(rows, Operand::kActivation, scratch.dh, Operand::kGradient, Draws::kFirstWgrad);
     GroupedGemmWgradArgs wgrad;
-    wgrad.a = rows;
-    wgrad.dy = scratch.dh;
-    wgrad.offsets = offsets_view(c.layout);
+    wgrad.a = pair.gathered;
+    wgrad.dy = pair.slots;
+    wgrad.offsets = pair.offsets;
     wgrad.d_weights = gradients.w1;
-    wgrad.a_rows = slot_row_view(c.layout);
-    wgrad.d_bias = gradients.b1;
+    wgrad.a_rows = pair.rows;
+    if (!operands.changes_operands()) wgrad.d_bias = gradients.b1;
     wgrad.accumulate = true;
     grouped_gemm_wgrad(wgrad, c.stream);
+    if (operands.changes_operands() && gradients.b1) first_bias_gradient(c, scratch.dh, gradients.b1);
     GroupedGemmDgradArgs dgrad;
-    dgrad.dy = scratch.dh;
-    dgrad.weights = c.parameters.w1;
-    dgrad.offsets = wgrad.offsets;
+    dgrad.dy = operands.slots(scratch.dh, Operand::kGradient, Draws::kFirstDgrad);
+    dgrad.weights = operands.weights(c.parameters.w1, Contraction::kRows);
+    dgrad.offsets = offsets_view(c.layout);
     dgrad.da = scratch.y;
     grouped_gemm_dgrad(dgrad, c.stream);
   }

@@ -22,6 +22,10 @@ MoeLayer::Impl::Impl(const MoeConfig& layer_config, Fabric& ep_group, Fabric& wo
     placement.local_table = local_table.data();
   }
   factor = config.receive_factor == 0 && config.mode == ExchangeMode::kCaptured ? 1.5 : config.receive_factor;
+  expert_ids.resize(static_cast<std::size_t>(placement.L()));
+  for (std::int64_t e = 0; e < placement.E; ++e) {
+    if (placement.rank_of(e) == ep.rank()) expert_ids[static_cast<std::size_t>(placement.local_of(e))] = e;
+  }
   build_paths();
 }
 
@@ -56,11 +60,11 @@ TensorView MoeLayer::Impl::expert_rows(const MoeTensors& parameters, const Tenso
 
 moe::ExpertContext MoeLayer::Impl::experts(const MoeTensors& parameters, const MoeStep::Saved& saved, PhaseTimes* times) const {
   const bool second_bias = config.expert_bias && ep.rank() % config.expert_tensor_parallel == 0;
-  return moe::ExpertContext{config, parameters, saved.handle.layout(), second_bias, stream, times};
+  return moe::ExpertContext{config, parameters, saved.handle.layout(), expert_ids, saved.rounding_seed, second_bias, stream, times};
 }
 
-moe::SharedExpert MoeLayer::Impl::shared(const MoeTensors& parameters) const {
-  return moe::SharedExpert{config.activation, parameters.shared_w1, parameters.shared_w2, stream};
+moe::SharedExpert MoeLayer::Impl::shared(const MoeTensors& parameters, const MoeStep::Saved& saved) {
+  return moe::SharedExpert{config.activation, config.recipe, parameters.shared_w1, parameters.shared_w2, saved.rounding_seed, expert_scratch.operands, stream};
 }
 
 RouterInputs MoeLayer::Impl::router_inputs(const MoeTensors& parameters, const TensorView& logits_view, const MoeStep::Saved& saved) const {

@@ -42,12 +42,12 @@ void MoeLayer::Impl::recompute(const Backward& b) {
       moe::project(b.x, b.parameters.gate, unsaved.logits, /*accumulate=*/false, stream);
     }
     path(b.step).dispatch(b.saved.handle, expert_rows(b.parameters, b.x, b.times), unsaved.rows, b.times);
-    moe::experts_first_matmul(context, unsaved.rows, unsaved.h);
+    moe::experts_first_matmul(context, unsaved.rows, expert_scratch, unsaved.h);
   }
   moe::experts_activation(context, keep(b.saved, &MoeStep::Saved::h, Recompute::kActivation), unsaved.a);
   if (config.shared_F == 0) return;
   const PhaseScope scope(b.times, Phase::kShared);
-  const moe::SharedExpert expert = shared(b.parameters);
+  const moe::SharedExpert expert = shared(b.parameters, b.saved);
   if (config.recompute == Recompute::kLayer) expert.hidden(b.x, unsaved.shared_h);
   expert.activate(keep(b.saved, &MoeStep::Saved::shared_h, Recompute::kActivation), unsaved.shared_a);
 }
@@ -104,7 +104,7 @@ void MoeLayer::Impl::return_weights(const Backward& b) {
 void MoeLayer::Impl::backward_shared_weights(const Backward& b) {
   if (config.shared_F == 0) return;
   const PhaseScope scope(b.times, Phase::kShared);
-  shared(b.parameters)
+  shared(b.parameters, b.saved)
       .backward_weights(b.x, keep(b.saved, &MoeStep::Saved::shared_h, Recompute::kActivation), keep(b.saved, &MoeStep::Saved::shared_a, Recompute::kNone),
                         b.d_out, b.gradients.shared_w1, b.gradients.shared_w2, shared_da, shared_dh);
 }
@@ -112,7 +112,7 @@ void MoeLayer::Impl::backward_shared_weights(const Backward& b) {
 void MoeLayer::Impl::add_shared_input_gradient(const Backward& b) {
   if (!config.overlap_shared) backward_shared_weights(b);
   const PhaseScope scope(b.times, Phase::kShared);
-  shared(b.parameters).add_input_gradient(shared_dh, b.dx);
+  shared(b.parameters, b.saved).add_input_gradient(shared_dh, b.dx);
 }
 
 // d_weights and the losses -> d_logits -> gate gradient and dx (+=). With both aux losses on, the global one takes a second pass

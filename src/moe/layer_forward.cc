@@ -110,6 +110,7 @@ MoeStep::Saved& MoeLayer::Impl::prepare(MoeStep& step, const TensorView& x, cons
   }
   MoeStep::Saved& saved = options.training ? *step.saved : unsaved;
   saved.T = T;
+  saved.rounding_seed = options.rounding_seed;
   saved.ready = false;
   reserve_captured(saved, options.training);
   saved.padding_mask.clear();
@@ -240,7 +241,7 @@ void MoeLayer::Impl::run_experts(const Forward& f) {
   if (config.overlap_shared) prepare_shared(f);
   pending.finish(f.times);
   const moe::ExpertContext context = experts(f.parameters, f.saved, f.times);
-  moe::experts_first_matmul(context, rows, h);
+  moe::experts_first_matmul(context, rows, expert_scratch, h);
   moe::experts_activation(context, h, a);
   moe::experts_second_matmul(context, a, expert_scratch, z);
   if (config.latent == 0) {
@@ -257,7 +258,7 @@ void MoeLayer::Impl::prepare_shared(const Forward& f) {
   if (config.shared_F == 0) return;
   const PhaseScope scope(f.times, Phase::kShared);
   Tensor& h = keep(f.saved, &MoeStep::Saved::shared_h, Recompute::kActivation);
-  const moe::SharedExpert expert = shared(f.parameters);
+  const moe::SharedExpert expert = shared(f.parameters, f.saved);
   expert.hidden(f.x, h);
   expert.activate(h, keep(f.saved, &MoeStep::Saved::shared_a, Recompute::kNone));
 }
@@ -265,7 +266,7 @@ void MoeLayer::Impl::prepare_shared(const Forward& f) {
 void MoeLayer::Impl::add_shared(const Forward& f) {
   if (!config.overlap_shared) prepare_shared(f);
   const PhaseScope scope(f.times, Phase::kShared);
-  shared(f.parameters).add_output(keep(f.saved, &MoeStep::Saved::shared_a, Recompute::kNone), f.out);
+  shared(f.parameters, f.saved).add_output(keep(f.saved, &MoeStep::Saved::shared_a, Recompute::kNone), f.out);
 }
 
 void MoeLayer::Impl::finish(const Forward& f) {

@@ -44,7 +44,7 @@ struct MoeLayer::Impl {
   moe::RowPath& path(const MoeStep& step);
   TensorView expert_rows(const MoeTensors& parameters, const TensorView& x, PhaseTimes* times);  // x, or its latent projection
   moe::ExpertContext experts(const MoeTensors& parameters, const MoeStep::Saved& saved, PhaseTimes* times) const;
-  moe::SharedExpert shared(const MoeTensors& parameters) const;
+  moe::SharedExpert shared(const MoeTensors& parameters, const MoeStep::Saved& saved);
   RouterInputs router_inputs(const MoeTensors& parameters, const TensorView& logits, const MoeStep::Saved& saved) const;
   RouterLossConfig loss_config(bool global) const;
   RouterLossInputs loss_inputs(const MoeStep::Saved& saved, bool global) const;
@@ -93,6 +93,7 @@ struct MoeLayer::Impl {
   std::uint32_t static_reasons = 0;
   std::vector<std::int32_t> rank_table, local_table;  // ETP placement
   ExpertPlacement placement;
+  std::vector<std::int64_t> expert_ids;  // [L] global (expanded) ids of this rank's experts in local order
   std::unique_ptr<moe::CompactPath> compact;
   std::unique_ptr<moe::DensePath> dense;
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
 #include "moe/layer_impl.h"
 
 namespace waybill {
@@ -21,6 +23,14 @@ void MoeLayer::Impl::reserve_captured(MoeStep::Saved& saved, bool training) {
   book(keep(saved, &MoeStep::Saved::shared_a, Recompute::kNone), T, config.shared_F);
   book(saved.latent_out, T, config.latent);
   book(latent_in, T, config.latent);
+  if (config.recipe.kind != Recipe::kF32) {  // a product's operands; wgrad's may be filled to whole Hadamard blocks
+    const std::int64_t I = config.inner_width(), F = config.local_F(), filled = std::max(slots, rows) + kHadamardRows * L;
+    const std::int64_t shared_size = shared_inner > 0 ? (T + kHadamardRows) * std::max({shared_inner, config.shared_F, config.H}) : 0;
+    moe::OperandScratch& operands = expert_scratch.operands;
+    book(operands.left, std::max(filled * std::max({W, I, F}), shared_size), 1);
+    book(operands.weights, std::max(L * W * std::max(I, F), config.H * std::max(shared_inner, config.shared_F)), 1);
+    if (training) book(operands.right, std::max(filled * std::max(I, F), shared_size), 1);
+  }
   book(expert_scratch.y, slots, W);
   book(z, rows, W);
   if (!training) return;

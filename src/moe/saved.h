@@ -18,6 +18,7 @@ struct MoeStep::Saved {
   std::vector<std::int32_t> global_counts;  // [E] with the accumulated micro-batches
   double aux_tokens = 0, global_tokens = 0, loss_tokens = 0, loss_sequences = 0;
   std::int64_t T = 0;
+  std::uint64_t rounding_seed = 0;
   bool ready = false;  // a forward filled it and no backward has used it
 
   std::size_t bytes() const;

@@ -27,6 +27,11 @@ std::vector<LayerKey> make_layer_keys() {
   add(choice_key<L>("moe.activation", {"swiglu", "clamped_swiglu", "relu2"}, "of the experts", WB_REF(moe.activation.kind)));
   add(real_key<L>("moe.activation_limit", 1e-6, kMaxReal, "clamped_swiglu: where gate and up are clamped", WB_REF(moe.activation.limit)));
   add(real_key<L>("moe.activation_alpha", 1e-6, kMaxReal, "clamped_swiglu: slope inside the sigmoid", WB_REF(moe.activation.alpha)));
+  add(choice_key<L>("moe.recipe", {"fp32", "bf16", "fp8", "mxfp8", "nvfp4"}, "how operands of the expert matmuls are rounded", WB_REF(moe.recipe.kind)));
+  add(choice_key<L>("moe.scale_rule", {"round_up", "floor"}, "mxfp8 and fp8: rounding of a power-of-two scale", WB_REF(moe.recipe.scale_rule)));
+  add(bool_key<L>("moe.power_of_two_scales", "fp8: scales are powers of two, not fp32", WB_REF(moe.recipe.power_of_two_scales)));
+  add(bool_key<L>("moe.stochastic_rounding", "nvfp4: of gradients", WB_REF(moe.recipe.stochastic_rounding)));
+  add(bool_key<L>("moe.hadamard", "nvfp4: random rotation of the weight gradients' operands", WB_REF(moe.recipe.hadamard)));
   add(bool_key<L>("moe.expert_bias", "biases on both expert matmuls", WB_REF(moe.expert_bias)));
   add(real_key<L>("moe.bias_update_rate", 0, 1, "step of the aux-free router bias per optimizer step; 0 = no bias", WB_REF(moe.bias_update_rate)));
   add(bool_key<L>("moe.bias_subtract_mean", "remove the mean of each bias update", WB_REF(moe.bias_subtract_mean)));

@@ -65,7 +65,8 @@ std::string to_toml(const RunConfig& config) {
 
 std::string model_toml(const RunConfig& config) {
   // What changes speed, memory or balance but not the meaning of the saved tensors may differ.
-  static constexpr std::string_view kFree[] = {"moe.recompute", "moe.force_dense_map", "model.seq_len", "model.init_std"};
+  static constexpr std::string_view kFree[] = {"moe.recompute", "moe.force_dense_map",     "moe.recipe",    "moe.scale_rule", "moe.power_of_two_scales",
+                                               "moe.hadamard",  "moe.stochastic_rounding", "model.seq_len", "model.init_std"};
   std::string out = write_sections(config, [](const std::string& name, const std::string& section) {
     return (section == "model" || section == "moe" || section == "router") && std::find(std::begin(kFree), std::end(kFree), name) == std::end(kFree);
   });

@@ -87,7 +87,8 @@ json to_json(const StepMetrics& m) {
 
 json to_json(const RunHeader& h) {
   json layers = json::array();
-  for (const LayerHeader& layer : h.layers) layers.push_back({{"layer", layer.layer}, {"E", layer.E}, {"K", layer.K}, {"P", layer.P}});
+  for (const LayerHeader& layer : h.layers)
+    layers.push_back({{"layer", layer.layer}, {"E", layer.E}, {"K", layer.K}, {"P", layer.P}, {"recipe", layer.recipe}});
   return {{"kind", "header"},
           {"schema", kMetricsSchema},
           {"version", version()},

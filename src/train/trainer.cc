@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <ctime>
 #include <memory>
 #include <optional>
@@ -60,12 +61,13 @@ void check_memory(const RunConfig& config, int ranks_here) {
   MemoryPlan plan;
   plan.P = moe != layers.end() ? moe->P : 1;
   plan.recompute = moe != layers.end() ? moe->moe.recompute : Recompute::kNone;
+  plan.recipe = moe != layers.end() ? moe->moe.recipe.kind : Recipe::kF32;
   const std::int64_t sequences = config.train.global_batch / (config.train.micro_batches * config.parallel.W());
   plan.tokens_per_rank = sequences * config.model.seq_len;
   const MemoryEstimate rank = memory_per_rank(architecture_of(config), plan);
   const double tokens = static_cast<double>(config.train.global_batch / config.parallel.W()) * static_cast<double>(config.model.seq_len + 1) * 4;
   const double state = (rank.weights + rank.gradients + rank.optimizer) * ranks_here;
-  const double batch = (rank.activations + rank.receive_window + rank.logits + tokens) * ranks_here;
+  const double batch = (rank.activations + rank.receive_window + rank.operands + rank.logits + tokens) * ranks_here;
   const double present = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   WB_CHECK(state <= present,
            "{}: {} rank(s) on this machine need {:.1f} GB for weights, gradients and moments alone ({:.2f} B parameters a rank), it has {:.1f} GB", config.name,
@@ -75,6 +77,9 @@ void check_memory(const RunConfig& config, int ranks_here) {
            "has {:.1f} GB; raise train.micro_batches or lower train.global_batch",
            config.name, ranks_here, state * 1e-9, batch * 1e-9, sequences, config.model.seq_len, present * 1e-9);
 }
+
+// A NaN has a sign that means nothing.
+double plain(double value) { return std::isnan(value) ? std::abs(value) : value; }
 
 // What rank 0 does beside its part of the training: files, observer, result.
 class Recorder {
@@ -144,7 +149,7 @@ RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEn
   header.entropy = entropy;
   for (std::size_t i = 0; i < config.model.layers.size(); ++i) {
     const LayerConfig& layer = config.model.layers[i];
-    if (layer.is_moe) header.layers.push_back({static_cast<int>(i), layer.moe.E, layer.moe.K, layer.P});
+    if (layer.is_moe) header.layers.push_back({static_cast<int>(i), layer.moe.E, layer.moe.K, layer.P, to_string(layer.moe.recipe.kind)});
   }
   return header;
 }
@@ -202,7 +207,7 @@ class Loop {
     const std::string since = good_step_ > 0 ? fmt::format("the last good step was {}", good_step_) : "no step was good";
     save();
     WB_FAIL(ErrorCode::kInvalidArgument, "step {}: loss {} or gradient norm {} is not finite, {} step(s) in a row (train.max_skipped = {}); {}; {}",
-            metrics.step, metrics.loss, metrics.grad_norm, skipped_in_a_row_, config_.train.max_skipped, since, kept_checkpoint());
+            metrics.step, plain(metrics.loss), plain(metrics.grad_norm), skipped_in_a_row_, config_.train.max_skipped, since, kept_checkpoint());
   }
   std::string kept_checkpoint() const { return saved_path_.empty() ? "this run saved no checkpoint" : "the newest checkpoint is " + saved_path_; }
   bool stop_requested() {

@@ -216,6 +216,18 @@ TEST(MoeStacks, BytesOfTheSlotExchangeAreTheFormula) {
   EXPECT_EQ(sparse.bytes.payload, 2 * 3 * 6 * 4);  // once per rank: tokens 1 and 2 of rank 0, the token of rank 1
 }
 
+TEST(MoeStacks, ARecipeIsRefusedByName) {
+  MoeStackConfig config;
+  config.moe.H = config.moe.F = 32, config.moe.E = 4, config.moe.K = 2;
+  config.moe.recipe.kind = Recipe::kMXFP8;
+  try {
+    validate(config, 2);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "a baseline multiplies fp32 operands: recipe = mxfp8");
+  }
+}
+
 TEST(MoeStacks, WhatAStackCannotDoIsRefusedWithTheValues) {
   const auto message = [](const MoeStackConfig& config) -> std::string {
     try {

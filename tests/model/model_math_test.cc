@@ -162,6 +162,23 @@ TEST(ModelMath, MemoryPerRankSpreadsExpertsOnly) {
   EXPECT_DOUBLE_EQ(memory_per_rank(c, plan).activations, 2 * m.activations);
 }
 
+TEST(ModelMath, ARecipesOperandCopiesAreCounted) {
+  ArchitectureConfig c = gqa("two", 3, 64, 4, 2, 16, 8, 32, 100);
+  c.num_dense_layers = 1, c.dense_F = 64, c.K = 2;
+  MemoryPlan plan;
+  plan.P = 4;
+  plan.tokens_per_rank = 100;
+  EXPECT_EQ(memory_per_rank(c, plan).operands, 0);
+  // 2 MoE layers, 200 slots and rows; left [200, 64], right [200, 64] (gate and up), weights 2 experts of [64, 64].
+  plan.recipe = Recipe::kMXFP8;
+  EXPECT_DOUBLE_EQ(memory_per_rank(c, plan).operands, 2 * 4 * (200 * 64 + 200 * 64 + 2 * 64 * 64));
+  plan.recipe = Recipe::kBF16;
+  EXPECT_DOUBLE_EQ(memory_per_rank(c, plan).operands, 2 * 2 * (200 * 64 + 200 * 64 + 2 * 64 * 64));
+  const MemoryEstimate m = memory_per_rank(c, plan);
+  plan.recipe = Recipe::kF32;
+  EXPECT_DOUBLE_EQ(m.total() - m.operands, memory_per_rank(c, plan).total());
+}
+
 TEST(ModelMath, RefusesContradictionsWithTheValues) {
   ArchitectureConfig c = gqa("bad", 4, 64, 4, 2, 8, 9, 32, 100);
   EXPECT_THAT([&] { count_parameters(c); }, ::testing::ThrowsMessage<Error>(::testing::HasSubstr("K = 9 exceeds E = 8")));

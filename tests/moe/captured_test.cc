@@ -192,8 +192,15 @@ TEST(MoeCaptured, TheDefaultReceiveFactorIsOneAndAHalf) {
 TEST(MoeCaptured, ReplaysAllocateNothingMoreOnceTheBudgetsAreBooked) {
   MoeConfig c = captured_config(2.0);
   c.latent = 4, c.shared_F = 2, c.expert_bias = true;
-  for (const Recompute recompute : {Recompute::kNone, Recompute::kActivation, Recompute::kLayer}) {
+  const std::pair<Recompute, Recipe> cases[] = {{Recompute::kNone, Recipe::kF32},
+                                                {Recompute::kActivation, Recipe::kF32},
+                                                {Recompute::kLayer, Recipe::kF32},
+                                                {Recompute::kNone, Recipe::kBF16},
+                                                {Recompute::kLayer, Recipe::kFP8}};
+  for (const auto& [recompute, recipe] : cases) {
+    SCOPED_TRACE(to_string(recipe));
     c.recompute = recompute;
+    c.recipe.kind = recipe;
     const Weights<float> w = random_weights(c, 290);
     const std::vector<Batch> batches{pattern_batch(c, kOneRank, 292), pattern_batch(c, kEmptySource, 293), pattern_batch(c, kNone, 291),
                                      pattern_batch(c, kOneRank, 294), pattern_batch(c, kOneRank, 295)};
@@ -215,7 +222,7 @@ TEST(MoeCaptured, ReplaysAllocateNothingMoreOnceTheBudgetsAreBooked) {
         step = std::move(rank.step);
       }
       EXPECT_GT(allocations[0], allocations[3]) << "the first step books its buffers";
-      EXPECT_EQ(allocations[3], allocations[4]) << "recompute " << static_cast<int>(recompute);
+      EXPECT_EQ(allocations[3], allocations[4]) << "recompute " << static_cast<int>(c.recompute);
     });
   }
 }

@@ -36,6 +36,7 @@ MemoryPlan memory_plan(const ModelOptions& options, const RunConfig& run) {
   const std::int64_t sequences = std::max<std::int64_t>(run.train.global_batch / std::max<std::int64_t>(run.train.micro_batches * plan.P * plan.D, 1), 1);
   plan.tokens_per_rank = options.tokens > 0 ? options.tokens : sequences * run.model.seq_len;
   plan.recompute = run.layer.moe.recompute;
+  plan.recipe = run.layer.moe.recipe.kind;
   if (options.precision == "bf16") {
     plan.weight_bytes = 2;
     plan.optimizer_bytes = 12;
@@ -82,7 +83,9 @@ nlohmann::json to_json(const ArchitectureConfig& model, const MemoryPlan& plan) 
             {"optimizer", memory.optimizer},
             {"activations", memory.activations},
             {"receive_window", memory.receive_window},
-            {"logits", memory.logits}}}};
+            {"logits", memory.logits},
+            {"recipe", to_string(plan.recipe)},
+            {"operands", memory.operands}}}};
 }
 
 void print_parameters(const ArchitectureConfig& model) {
@@ -111,6 +114,7 @@ void print_memory(const ArchitectureConfig& model, const MemoryPlan& plan, const
   table.add({"activations", format_bytes(memory.activations)});
   table.add({"receive window", format_bytes(memory.receive_window)});
   table.add({"logits", format_bytes(memory.logits)});
+  if (plan.recipe != Recipe::kF32) table.add({fmt::format("{} operands", to_string(plan.recipe)), format_bytes(memory.operands)});
   table.add({"total", format_bytes(memory.total())});
   table.print(stdout);
 }

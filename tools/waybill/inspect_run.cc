@@ -52,6 +52,16 @@ void print_phases(const std::vector<nlohmann::json>& steps) {
   fmt::print("time per phase, mean over ranks and the last {} steps:\n{}", steps.size() - begin, table.text());
 }
 
+// The recipes of the MoE layers, each once; empty for runs that did not record any.
+std::string recipes_of(const nlohmann::json& header) {
+  std::vector<std::string> names;
+  for (const nlohmann::json& layer : header.value("layers", nlohmann::json::array())) {
+    const std::string name = layer.value("recipe", "");
+    if (!name.empty() && std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
 void run(const std::string& folder, bool json) {
   const auto headers = read_metrics(folder, "header"), steps = read_metrics(folder, "step"), evals = read_metrics(folder, "eval"),
              ends = read_metrics(folder, "end");
@@ -67,6 +77,7 @@ void run(const std::string& folder, bool json) {
   for (const char* key : {"unigram_entropy", "bigram_entropy", "parameters", "active_parameters", "world"}) {
     if (header.contains(key)) summary[key] = header[key];
   }
+  if (const std::string recipes = recipes_of(header); !recipes.empty()) summary["recipe"] = recipes;
   if (!evals.empty()) summary["held_out_loss"] = evals.back().at("loss");
   if (json) {
     fmt::print("{}\n", summary.dump(2));

@@ -42,6 +42,9 @@ def facts_of(run):
         facts.append((f"{run.header['parameters'] / 1e6:.2f} M", "parameters"))
     if run.header.get("active_parameters"):
         facts.append((f"{run.header['active_parameters'] / 1e6:.2f} M", "active a token"))
+    recipes = dict.fromkeys(layer["recipe"] for layer in run.header.get("layers", []) if isinstance(layer, dict) and isinstance(layer.get("recipe"), str))
+    if recipes:
+        facts.append((", ".join(recipes), "recipe of the experts"))
     if run.header.get("world"):
         facts.append((f"{run.header['world']}", "ranks"))
     for key, label, form in (("tokens_per_s", "tokens/s (last 20 steps)", "{:,.0f}"), ("tflops", "TFLOP/s", "{:.4f}"), ("mfu", "MFU", "{:.1%}"),
