@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CPU matmuls: GFLOP/s of valid rows (2 * S * N * C), per implementation, one thread unless the name says otherwise. The arguments in a name are
-// groups, rows a group, N, C. Peers (oneDNN, one sgemm call a group) run in the same process where the library was found; pin them to
-// one thread with OMP_NUM_THREADS=1. The rate divides by the thread's CPU time, so a busy machine disturbs it little.
+// groups, rows a group, N, C. The rate divides by the thread's CPU time, so a busy machine disturbs it little. gemm_peers compares with
+// other libraries.
 #include <benchmark/benchmark.h>
 
 #include <string>
@@ -11,10 +11,6 @@
 #include "waybill/activation.h"
 #include "waybill/grouped_gemm.h"
 #include "waybill/random.h"
-
-#if defined(WAYBILL_BENCH_DNNL)
-#include <dnnl.h>
-#endif
 
 namespace waybill {
 namespace {
@@ -75,31 +71,6 @@ void grouped(benchmark::State& state, Op op, DType dtype, const std::string& imp
   detail::force_gemm("");
 }
 
-#if defined(WAYBILL_BENCH_DNNL)
-// The per-group loop a user of oneDNN writes: row-major sgemm with a transposed weight.
-void dnnl_forward(benchmark::State& state) {
-  Problem p(state, DType::kF32);
-  for (auto _ : state) {
-    for (std::int64_t g = 0; g < p.L; ++g) {
-      dnnl_sgemm('N', 'T', p.rows, p.N, p.C, 1.0f, p.a.as<float>() + g * p.rows * p.C, p.C, p.weights.as<float>() + g * p.N * p.C, p.C, 0.0f,
-                 p.y.as<float>() + g * p.rows * p.N, p.N);
-    }
-  }
-  p.report(state);
-}
-
-void dnnl_wgrad(benchmark::State& state) {
-  Problem p(state, DType::kF32);
-  for (auto _ : state) {
-    for (std::int64_t g = 0; g < p.L; ++g) {
-      dnnl_sgemm('T', 'N', p.N, p.C, p.rows, 1.0f, p.dy.as<float>() + g * p.rows * p.N, p.N, p.a.as<float>() + g * p.rows * p.C, p.C, 1.0f,
-                 p.d_weights.as<float>() + g * p.N * p.C, p.C);
-    }
-  }
-  p.report(state);
-}
-#endif
-
 void activation(benchmark::State& state, Activation kind, bool backward) {
   const std::int64_t S = 512, F = 256;
   const ActivationConfig config{kind};
@@ -144,10 +115,6 @@ void register_all() {
           ->UseRealTime();
     }
   }
-#if defined(WAYBILL_BENCH_DNNL)
-  benchmark::RegisterBenchmark("onednn_sgemm/forward/f32", dnnl_forward)->Apply(shapes);
-  benchmark::RegisterBenchmark("onednn_sgemm/wgrad/f32", dnnl_wgrad)->Apply(shapes);
-#endif
   const std::pair<Activation, const char*> kinds[] = {
       {Activation::kSwiGLU, "swiglu"}, {Activation::kClampedSwiGLU, "clamped"}, {Activation::kReluSquared, "relu2"}};
   for (const auto& [kind, kind_name] : kinds) {
