@@ -5,6 +5,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <utility>
 
 #include "waybill/error.h"
 
@@ -25,6 +26,15 @@ DType dtype_from(const std::string& name) {
 
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
+// get_to() alone would cut fractions and wrap what does not fit.
+template <class Integer>
+void read_integer(const json& j, Integer& value) {
+  WB_CHECK(j.is_number_integer(), "{} is not an integer", j.dump());
+  const bool fits = j.is_number_unsigned() ? std::in_range<Integer>(j.get<std::uint64_t>()) : std::in_range<Integer>(j.get<std::int64_t>());
+  WB_CHECK(fits, "{} is out of range", j.dump());
+  j.get_to(value);
+}
+
 json info_to_json(const CheckpointInfo& info) {
   return {{"step", info.step},
           {"seed", info.seed},
@@ -41,14 +51,14 @@ json info_to_json(const CheckpointInfo& info) {
 
 CheckpointInfo info_from_json(const json& j) {
   CheckpointInfo info;
-  j.at("step").get_to(info.step);
-  j.at("seed").get_to(info.seed);
-  j.at("W").get_to(info.W);
-  j.at("P").get_to(info.P);
-  j.at("tokens").get_to(info.tokens);
-  j.at("reruns").get_to(info.reruns);
-  j.at("updates").get_to(info.updates);
-  j.at("skipped").get_to(info.skipped);
+  read_integer(j.at("step"), info.step);
+  read_integer(j.at("seed"), info.seed);
+  read_integer(j.at("W"), info.W);
+  read_integer(j.at("P"), info.P);
+  read_integer(j.at("tokens"), info.tokens);
+  read_integer(j.at("reruns"), info.reruns);
+  read_integer(j.at("updates"), info.updates);
+  read_integer(j.at("skipped"), info.skipped);
   j.at("receive_factor").get_to(info.receive_factor);
   j.at("config").get_to(info.config);
   j.at("model_config").get_to(info.model_config);
@@ -87,10 +97,11 @@ SavedTensor tensor_from_json(const json& j) {
   SavedTensor t;
   j.at("name").get_to(t.name);
   t.dtype = dtype_from(j.at("dtype").get<std::string>());
-  j.at("shape").get_to(t.shape);
+  WB_CHECK(j.at("shape").is_array(), "tensor {}: shape {} is not a list", t.name, j.at("shape").dump());
+  for (const json& dim : j.at("shape")) read_integer(dim, t.shape.emplace_back());
   j.at("file").get_to(t.file);
-  j.at("offset").get_to(t.offset);
-  j.at("bytes").get_to(t.bytes);
+  read_integer(j.at("offset"), t.offset);
+  read_integer(j.at("bytes"), t.bytes);
   t.crc = std::stoull(j.at("crc").get<std::string>(), nullptr, 16);
   return t;
 }
@@ -116,7 +127,7 @@ CheckpointIndex index_from_json(const std::string& text) {
   index.info = info_from_json(body.at("info"));
   for (const auto& [name, bytes] : body.at("files").items()) {
     check_file_name(name);
-    index.files[name] = bytes.get<std::int64_t>();
+    read_integer(bytes, index.files[name]);
     WB_CHECK(index.files[name] >= 0, "file {} has {} bytes", name, index.files[name]);
   }
   for (const json& item : body.at("tensors")) {

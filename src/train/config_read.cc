@@ -33,10 +33,14 @@ std::vector<std::string> key_names(const std::vector<Key>& keys) {
   return names;
 }
 
-// "E" for "moe.E": a key given without its section is the likeliest slip. The first of several sections that have it.
+// "moe.E" for "E", "train.steps" for "stesp": a key given without its section. The first of several sections that have it.
 std::string with_section(const std::string& name, const std::vector<std::string>& candidates) {
-  const auto found = std::find_if(candidates.begin(), candidates.end(), [&name](const std::string& candidate) { return candidate.ends_with("." + name); });
-  return found != candidates.end() ? *found : std::string();
+  if (name.find('.') != std::string::npos) return "";
+  std::vector<std::string> last_parts;
+  for (const std::string& candidate : candidates) last_parts.push_back(candidate.substr(candidate.rfind('.') + 1));
+  const auto exact = std::find(last_parts.begin(), last_parts.end(), name);
+  const auto found = exact != last_parts.end() ? exact : std::find(last_parts.begin(), last_parts.end(), nearest(name, last_parts));
+  return found != last_parts.end() ? candidates[static_cast<std::size_t>(found - last_parts.begin())] : std::string();
 }
 
 [[noreturn]] void unknown_key(const std::string& where, const std::string& name, const std::vector<std::string>& candidates) {

@@ -121,8 +121,9 @@ void keep_until(const std::string& path, std::int64_t step) {
   std::string kept, line;
   while (std::getline(file, line)) {
     const json item = json::parse(line, nullptr, false);
-    if (!item.is_object() || item.value("kind", "") == "end" || item.value("kind", "") == "sample") continue;
-    if (item.value("step", std::int64_t{0}) <= step) kept += line + "\n";
+    if (!item.is_object() || !item.contains("kind") || item["kind"] == "end" || item["kind"] == "sample") continue;
+    const json at = item.value("step", json(0));  // a header has none
+    if (at.is_number_integer() && at.get<std::int64_t>() <= step) kept += line + "\n";
   }
   file.close();
   replace_file(path, kept);

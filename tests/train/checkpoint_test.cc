@@ -242,6 +242,65 @@ TEST(CheckpointTest, DamageIsFoundAndNamed) {
   EXPECT_THAT(error_text([&] { latest_checkpoint(folder.str()); }), HasSubstr("no checkpoint in " + folder.str()));
 }
 
+// An index whose checksum is right and whose content is not: nothing outside the checkpoint and the tensors is touched.
+TEST(CheckpointTest, AnIndexThatLiesIsRefused) {
+  TempFolder folder;
+  save_f28(folder.str(), 1, 7);
+  const std::string path = latest_checkpoint(folder.str()), file = path + "/index.json", good = read_file(file);
+  const auto error_with = [&](const std::string& pointer, const nlohmann::json& value) {
+    nlohmann::json root = nlohmann::json::parse(good);
+    root["body"][nlohmann::json::json_pointer(pointer)] = value;
+    const std::string body = root["body"].dump();
+    root["crc"] = fmt::format("{:016x}", crc64(body.data(), body.size()));
+    write_file(file, root.dump());
+    return load_error(path);
+  };
+  EXPECT_EQ(error_with("/info/reruns", 5), "no error");  // the checksum is right
+  EXPECT_THAT(error_with("/tensors/0/bytes", 4000), HasSubstr("4000 bytes, f32 [3, 5] has 60"));
+  EXPECT_THAT(error_with("/tensors/0/shape", {1 << 20}), HasSubstr("f32 [1048576] has 4194304"));
+  EXPECT_THAT(error_with("/tensors/0/shape", {std::int64_t{1} << 40, std::int64_t{1} << 40}), HasSubstr("is not one"));
+  EXPECT_THAT(error_with("/tensors/0/shape", {-4}), HasSubstr("is not one"));
+  EXPECT_THAT(error_with("/tensors/0/offset", -64), HasSubstr("are not inside data_0000.bin"));
+  EXPECT_THAT(error_with("/tensors/0/offset", INT64_MAX), HasSubstr("are not inside data_0000.bin"));
+  EXPECT_THAT(error_with("/tensors/0/file", "../step_00000007/data_0000.bin"), HasSubstr("is not in the list of files"));
+  EXPECT_THAT(error_with("/files/..~1x", 5), HasSubstr("\"../x\" is not the name of a file of this checkpoint"));
+  EXPECT_THAT(error_with("/files/data_0000.bin", -5), HasSubstr("file data_0000.bin has -5 bytes"));
+  EXPECT_THAT(error_with("/tensors/0/dtype", "f31"), HasSubstr("unknown dtype f31"));
+  EXPECT_THAT(error_with("/tensors/1/name", "layers.0.moe.load"), HasSubstr("two tensors are named layers.0.moe.load"));
+  EXPECT_THAT(error_with("/info/P", 0), HasSubstr("saved with P = 0, W = 1"));
+  EXPECT_THAT(error_with("/info/step", -1), HasSubstr("step -1"));
+  EXPECT_THAT(error_with("/info/W", 5000000000), HasSubstr("5000000000 is out of range"));
+  EXPECT_THAT(error_with("/info/seed", -1), HasSubstr("-1 is out of range"));
+  EXPECT_THAT(error_with("/info/tokens", 1.5), HasSubstr("1.5 is not an integer"));
+  EXPECT_THAT(error_with("/tensors/0/shape", {1e300}), HasSubstr("1e+300 is not an integer"));
+  EXPECT_THAT(error_with("/tensors/0/shape", 4), HasSubstr("shape 4 is not a list"));
+  EXPECT_THAT(error_with("/info/config", 5), HasSubstr("index.json is corrupt"));
+  write_file(file, std::string(1000000, '['));
+  EXPECT_THAT(load_error(path), HasSubstr("nested more than 16 deep"));
+  for (const std::string name : {"../elsewhere", "/", ".", "other"}) {
+    write_file(folder / "latest", name);
+    EXPECT_THAT(error_text([&] { latest_checkpoint(folder.str()); }), HasSubstr("names \"" + name + "\", which is not a step"));
+  }
+}
+
+TEST(CheckpointTest, VerificationReadsEveryByte) {
+  TempFolder folder;
+  save_f28(folder.str(), 2, 7);
+  const std::string path = latest_checkpoint(folder.str()), data = path + "/data_0001.bin", good = read_file(data);
+  const CheckpointContents contents = verify_checkpoint(path);
+  EXPECT_EQ(contents.info.step, 7);
+  EXPECT_EQ(contents.num_tensors, 3 * 4 + 2);
+  EXPECT_EQ(contents.num_files, 2);
+  EXPECT_EQ(contents.bytes, 3 * 4 * 15 * 4 + 4 * 4 + 4 * 8);
+  for (std::size_t at = 0; at < good.size(); at += 7) {
+    std::string bad = good;
+    bad[at] = static_cast<char>(bad[at] ^ 1);
+    write_file(data, bad);
+    const bool padding = at % 64 >= 60;  // a tensor has 60 bytes, the next begins at a multiple of 64
+    EXPECT_EQ(error_text([&] { verify_checkpoint(path); }) == "no error", padding) << at;
+  }
+}
+
 TEST(CheckpointTest, EveryRankReportsTheSameFault) {
   TempFolder folder;
   save_f28(folder.str(), 2, 7);

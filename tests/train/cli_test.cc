@@ -11,47 +11,18 @@
 #include <filesystem>
 #include <thread>
 
-#include "run_helper.h"
+#include "cli_helper.h"
 
 namespace waybill {
 namespace {
 
 namespace fs = std::filesystem;
+using test::CliTest;
+using test::Outcome;
 using test::read_file;
-using test::RunFolder;
+using test::run_shell;
 using test::write_file;
 using testing::HasSubstr;
-
-struct Outcome {
-  int code = -1;
-  std::string text;  // stdout and stderr
-};
-
-Outcome run_shell(const std::string& command) {
-  Outcome outcome;
-  std::FILE* pipe = popen((command + " 2>&1").c_str(), "r");
-  char part[4096];
-  for (std::size_t n; (n = std::fread(part, 1, sizeof part, pipe)) > 0;) outcome.text.append(part, n);
-  outcome.code = WEXITSTATUS(pclose(pipe));
-  return outcome;
-}
-
-class CliTest : public testing::Test {
- protected:
-  RunFolder folder_;
-  std::string golden_ = std::string(WAYBILL_CONFIG_DIR) + "/golden.toml";
-  std::string base_ = std::string(WAYBILL_BINARY) + " train " + golden_ + " --text " + folder_.text() + " ";
-
-  // Exit code 2, one line that holds `part`, and no run folder.
-  void expect_refused(const std::string& command, const std::string& part) {
-    SCOPED_TRACE(command);
-    const Outcome outcome = run_shell(command);
-    EXPECT_EQ(outcome.code, 2) << outcome.text;
-    EXPECT_THAT(outcome.text, HasSubstr(part));
-    EXPECT_EQ(std::count(outcome.text.begin(), outcome.text.end(), '\n'), 1) << outcome.text;
-    EXPECT_FALSE(fs::exists(folder_ / "r"));
-  }
-};
 
 TEST_F(CliTest, SelectionsAreShownOnceEachAndUnknownOpsAreRefused) {
   const std::string rest = base_ + "--set train.steps=5 --set train.sample_tokens=0 --quiet --run-dir ";
@@ -119,6 +90,9 @@ TEST_F(CliTest, TrainsResumesAndGenerates) {
   EXPECT_THAT(again.text, HasSubstr("P = 4, D = 1, the config says P = 2"));
   again = run_shell(waybill + " train --resume " + run + " --set parallel.P=2 --set train.steps=13 --reshard --quiet");
   EXPECT_EQ(again.code, 0) << again.text;
+  const Outcome checked = run_shell(waybill + " inspect checkpoint " + run);
+  EXPECT_EQ(checked.code, 0) << checked.text;
+  EXPECT_THAT(checked.text, testing::AllOf(HasSubstr("step_00000013: step 13, "), HasSubstr("P = 2"), HasSubstr("every checksum is right")));
   const Outcome text = run_shell(waybill + " generate " + run + " --prompt 'the token' --tokens 8");
   EXPECT_EQ(text.code, 0);
   EXPECT_THAT(text.text, testing::StartsWith("the token"));
@@ -134,7 +108,7 @@ TEST_F(CliTest, DamagedCheckpointIsOneLineAndExitCode2) {
   bad[bad.size() / 2] = static_cast<char>(bad[bad.size() / 2] ^ 4);
   for (const auto& [bytes, part] : {std::pair<std::string, std::string>{bad, "is corrupt: checksum"}, {good.substr(1), "bytes"}}) {
     write_file(data, bytes);
-    for (const std::string& command : {resume, waybill + " generate " + run}) {
+    for (const std::string& command : {resume, waybill + " generate " + run, waybill + " inspect checkpoint " + run}) {
       const Outcome outcome = run_shell(command);
       EXPECT_EQ(outcome.code, 2) << outcome.text;
       EXPECT_THAT(outcome.text, testing::AllOf(HasSubstr("data_0002.bin"), HasSubstr(part)));

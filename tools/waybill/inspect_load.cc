@@ -28,7 +28,10 @@ void add_to(std::vector<std::int64_t>& sum, const nlohmann::json& values) {
   if (!values.is_array() || values.empty()) WB_FAIL(ErrorCode::kIo, "the load of experts or ranks is {} instead of a list of counts", values.dump());
   if (sum.empty()) sum.assign(values.size(), 0);
   if (sum.size() != values.size()) WB_FAIL(ErrorCode::kIo, "the number of experts or ranks changes within the run ({} and {})", sum.size(), values.size());
-  for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i].get<std::int64_t>();
+  for (std::size_t i = 0; i < sum.size(); ++i) {
+    if (!values[i].is_number_integer()) WB_FAIL(ErrorCode::kIo, "a count of an expert or rank is {}", values[i].dump());
+    sum[i] += values[i].get<std::int64_t>();
+  }
 }
 
 double max_over_mean(const std::vector<std::int64_t>& values) {

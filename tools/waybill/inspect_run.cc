@@ -25,7 +25,7 @@ double mean_of(const std::vector<nlohmann::json>& steps, const char* key) {
   return count > 0 ? sum / static_cast<double>(count) : 0;
 }
 
-void print_phases(const std::vector<nlohmann::json>& steps) {
+std::string phase_text(const std::vector<nlohmann::json>& steps) {
   std::vector<std::pair<std::string, double>> phases;
   double total = 0;
   const std::size_t begin = steps.size() > kTail ? steps.size() - kTail : 0;
@@ -43,13 +43,13 @@ void print_phases(const std::vector<nlohmann::json>& steps) {
       }
     }
   }
-  if (phases.empty()) return;
+  if (phases.empty()) return "";
   std::sort(phases.begin(), phases.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
   Table table({"phase", "ms/step", "share"});
   for (const auto& [name, ms] : phases) {
     if (ms > 0) table.add({name, fmt::format("{:.2f}", ms), fmt::format("{:.1f}%", total > 0 ? 100 * ms / total : 0)});
   }
-  fmt::print("time per phase, mean over ranks and the last {} steps:\n{}", steps.size() - begin, table.text());
+  return fmt::format("time per phase, mean over ranks and the last {} steps:\n{}", steps.size() - begin, table.text());
 }
 
 // The recipes of the MoE layers, each once; empty for runs that did not record any.
@@ -83,8 +83,9 @@ void run(const std::string& folder, bool json) {
     fmt::print("{}\n", summary.dump(2));
     return;
   }
+  const std::string phases = phase_text(steps);  // before anything is printed: a damaged record is one line and nothing else
   for (const auto& [key, value] : summary.items()) fmt::print("{:<18} {}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
-  print_phases(steps);
+  fmt::print("{}", phases);
 }
 
 }  // namespace
