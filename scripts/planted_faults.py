@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Plants the faults of tests/faults, one at a time, in a copy of the sources and confirms that tests fail for each.
+
+  scripts/planted_faults.py            every fault: build, run, table (many minutes); --only NAME for those whose file name holds NAME
+  scripts/planted_faults.py --check    in seconds, for CI: every fault still applies, its tests exist, docs/testing.md lists them
+
+A fault is a TOML file: file, old (text that occurs there exactly once), new, include (a standard header that `new` needs, optional),
+programs (test programs that are built and run), caught_by (tests that must fail with the fault and pass without it). The copy, its build and
+table.md are in build/faults (--build DIR); the sources themselves are never changed.
+"""
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDERS = ("cmake", "configs", "include", "src", "tests", "tools", "bench")
+TIMEOUT_S = 600  # a fault may hang a program; that is caught too
+BEGIN, END = "<!-- planted faults -->", "<!-- /planted faults -->"
+TEST_NAME = re.compile(r"\b(?:TEST|TEST_F|RC_GTEST_PROP)\s*\(\s*(\w+)\s*,\s*(\w+)")
+
+
+class FaultError(Exception):
+    """One line for the user."""
+
+
+def load_faults(only=""):
+    faults = []
+    for path in sorted((ROOT / "tests/faults").glob("*.toml")):
+        fault = tomllib.loads(path.read_text(encoding="utf-8"))
+        missing = {"fault", "file", "old", "new", "programs", "caught_by"} - set(fault)
+        if missing:
+            raise FaultError(f"{path.name}: without {', '.join(sorted(missing))}")
+        fault["name"] = path.stem
+        if only in path.stem:
+            faults.append(fault)
+    return faults
+
+
+def planted(fault, root):
+    """The text of the file with the fault in it."""
+    path = root / fault["file"]
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    count = text.count(fault["old"])
+    if count != 1:
+        raise FaultError(f"{fault['name']}: its text occurs {count} times in {fault['file']}, 1 is needed; adapt tests/faults/{fault['name']}.toml")
+    text = text.replace(fault["old"], fault["new"])
+    if "include" in fault:
+        text = text.replace("#include", f"#include <{fault['include']}>\n#include", 1)
+    return text
+
+
+def table(faults):
+    lines = ["| fault | planted in | caught by |", "|---|---|---|"]
+    for fault in faults:
+        lines.append(f"| {fault['fault']} | `{fault['file']}` | {', '.join(f'`{name}`' for name in fault['caught_by'])} |")
+    return "\n".join(lines)
+
+
+def check(write):
+    """Lines about what no longer holds."""
+    faults = load_faults()
+    tests = set()
+    for path in (ROOT / "tests").rglob("*.cc"):
+        tests |= {f"{suite}.{name}" for suite, name in TEST_NAME.findall(path.read_text(encoding="utf-8"))}
+    for fault in faults:
+        try:
+            planted(fault, ROOT)
+        except FaultError as error:
+            yield str(error)
+        for name in fault["caught_by"]:
+            if name not in tests:
+                yield f"{fault['name']}: no test is called {name}"
+        if not fault["caught_by"]:
+            yield f"{fault['name']}: caught_by is empty"
+    document = ROOT / "docs/testing.md"
+    text = document.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        yield f"docs/testing.md: the marks {BEGIN} and {END} are missing"
+        return
+    before, rest = text.split(BEGIN, 1)
+    wanted = f"{before}{BEGIN}\n{table(faults)}\n{END}{rest.split(END, 1)[1]}"
+    if write:
+        document.write_text(wanted, encoding="utf-8")
+    elif wanted != text:
+        yield "docs/testing.md: its table of planted faults differs from tests/faults (scripts/planted_faults.py --check --write)"
+
+
+def copy_sources(target):
+    """The working tree as it is, uncommitted changes included."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(target / name, ignore_errors=True)
+        shutil.copytree(ROOT / name, target / name)  # copy2: a file keeps its time, so that unchanged ones are not built again
+    for name in ("CMakeLists.txt", "LICENSE", "README.md"):
+        shutil.copy2(ROOT / name, target / name)
+
+
+def run(command, **options):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, **options)
+
+
+def build(folder, programs, jobs):
+    result = run(["cmake", "--build", folder, "-j", jobs, "--target", *programs])
+    if result.returncode != 0:
+        raise FaultError("does not build:\n" + "\n".join(result.stdout.splitlines()[-15:]))
+
+
+def configure(source, folder):
+    result = run(["cmake", "-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DWAYBILL_CUDA=OFF", "-DWAYBILL_BUILD_TESTS=ON",
+                  "-DWAYBILL_BUILD_BENCH=OFF", "-DWAYBILL_BUILD_TOOLS=OFF"])  # fmt: skip
+    if result.returncode != 0:
+        raise FaultError(f"configuring failed: {result.stderr.strip().splitlines()[-1:]}")
+
+
+def failures_of(folder, program, names):
+    """Names of the failing tests of one program; of all its tests where names is empty."""
+    binary = next((path for path in folder.rglob(program) if path.is_file() and os.access(path, os.X_OK)), None)
+    if binary is None:
+        raise FaultError(f"{program} was not built")
+    report = folder / "planted_faults.xml"
+    report.unlink(missing_ok=True)
+    command = [binary, f"--gtest_output=xml:{report}", "--gtest_brief=1", f"--gtest_filter={':'.join(names) or '*'}"]
+    try:
+        result = run(command, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return [f"{program} (no end within {TIMEOUT_S} s)"]
+    if not report.is_file():
+        return [f"{program} (ended with {result.returncode})"]
+    cases = xml.etree.ElementTree.parse(report).getroot().iter("testcase")
+    return [f"{case.get('classname')}.{case.get('name')}" for case in cases if case.find("failure") is not None]
+
+
+def examine(fault, source, folder, jobs, every_test):
+    """(failing tests, what is wrong with that) of one fault; the copy is as it was afterwards."""
+    path = source / fault["file"]
+    original = path.read_text(encoding="utf-8")
+    path.write_text(planted(fault, source), encoding="utf-8")
+    try:
+        build(folder, fault["programs"], jobs)
+        failing = [name for program in fault["programs"] for name in failures_of(folder, program, [] if every_test else fault["caught_by"])]
+    finally:
+        path.write_text(original, encoding="utf-8")
+    passing = [name for name in fault["caught_by"] if name not in failing]
+    crashed = any(" (" in name for name in failing)
+    return failing, f"not caught by {', '.join(passing)}" if passing and not crashed else "" if failing else "not caught"
+
+
+def clean_failures(faults, folder, jobs):
+    """Tests of caught_by that fail without a fault: they would prove nothing."""
+    programs = sorted({program for fault in faults for program in fault["programs"]})
+    names = sorted({name for fault in faults for name in fault["caught_by"]})
+    build(folder, programs, jobs)
+    return [name for program in programs for name in failures_of(folder, program, names)]
+
+
+def full_run(options):
+    faults = load_faults(options.only)
+    if not faults:
+        raise FaultError(f"no fault is called {options.only}")
+    folder = pathlib.Path(options.build).absolute()
+    source = folder / "source"
+    copy_sources(source)
+    configure(source, folder / "build")
+    broken = clean_failures(faults, folder / "build", options.jobs)
+    if broken:
+        raise FaultError(f"without a fault these fail already: {', '.join(broken)}")
+    print("without a fault: every test of the list passes", flush=True)
+    lines, missed = ["| fault | failing tests |", "|---|---|"], 0
+    for fault in faults:
+        failing, wrong = examine(fault, source, folder / "build", options.jobs, options.every_test)
+        missed += 1 if wrong else 0
+        lines.append(f"| {fault['fault']} | {wrong or ', '.join(failing)} |")
+        print(f"{fault['name']}: {wrong or f'caught, {len(failing)} test(s) fail'}", flush=True)
+    (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+    print(f"planted faults: {len(faults) - missed} of {len(faults)} caught")
+    return 1 if missed else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Plants known faults and confirms that tests find them.")
+    parser.add_argument("--check", action="store_true", help="only whether the faults still apply and are documented")
+    parser.add_argument("--write", action="store_true", help="with --check: bring the table of docs/testing.md up to date")
+    parser.add_argument("--only", default="", help="faults whose file name holds this")
+    parser.add_argument("--every-test", action="store_true", help="run all tests of the programs, not only those of caught_by")
+    parser.add_argument("--build", default=str(ROOT / "build/faults"), help="folder of the copy and its build")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    try:
+        if not options.check:
+            return full_run(options)
+        wrong = list(check(options.write))
+    except FaultError as error:
+        wrong = [str(error)]
+    for line in wrong:
+        print(line)
+    if options.check:
+        print(f"planted faults: {len(load_faults())} in tests/faults, {len(wrong)} to mend")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
