@@ -10,6 +10,7 @@ programs (test programs that are built and run), caught_by (tests that must fail
 table.md are in build/faults (--build DIR); the sources themselves are never changed.
 """
 import argparse
+import filecmp
 import os
 import pathlib
 import re
@@ -93,13 +94,18 @@ def check(write):
 
 
 def copy_sources(target):
-    """The working tree as it is, uncommitted changes included."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in FOLDERS:
-        shutil.rmtree(target / name, ignore_errors=True)
-        shutil.copytree(ROOT / name, target / name)  # copy2: a file keeps its time, so that unchanged ones are not built again
-    for name in ("CMakeLists.txt", "LICENSE", "README.md"):
-        shutil.copy2(ROOT / name, target / name)
+    """The working tree as it is, uncommitted changes included. A file that is there already stays, with its time: ninja compares times only."""
+    paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()] + [ROOT / name for name in ("CMakeLists.txt", "LICENSE", "README.md")]
+    wanted = set()
+    for path in paths:
+        copy = target / path.relative_to(ROOT)
+        wanted.add(copy)
+        if not copy.is_file() or not filecmp.cmp(path, copy, shallow=False):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    for copy in target.rglob("*"):
+        if copy.is_file() and copy not in wanted:
+            copy.unlink()
 
 
 def run(command, **options):
