@@ -57,7 +57,12 @@ struct ElementOf {
     const double nearness = static_cast<double>(steps - below) * 0x1p32;
     return (below + (static_cast<double>(random) < nearness ? 1.0f : 0.0f)) * step;
   }
-  static WB_QDQ_INLINE float saturated(float magnitude) { return magnitude < kLargest ? magnitude : kLargest; }
+  // Integers, whose minimum is one instruction: a choice of floats would be a branch. The bits of a NaN are larger than any number's.
+  static WB_QDQ_INLINE float saturated(float magnitude) {
+    constexpr std::int32_t kTop = std::bit_cast<std::int32_t>(kLargest);
+    const std::int32_t bits = bits_of(magnitude);
+    return float_of(bits < kTop ? bits : kTop);
+  }
 };
 
 // A block's scale, as the formats of waybill/quantize.h store it, and the factor that brings values into the elements' range.
@@ -103,16 +108,14 @@ struct QdqScheme {
     return element * s.scale;
   }
 
-  // A finite value under a scale that is a number.
+  // A finite value under a scale that is a number and not 0.
   template <bool kStochastic>
   static WB_QDQ_INLINE float round_trip(float value, QdqScale s, float group, std::uint32_t random) {
     const float ratio = to_element(value, s, group);
     const float magnitude = Element::saturated(float_of(bits_of(ratio) & kAbsMask));
     const float element = kStochastic ? Element::stochastic(magnitude, random) : Element::nearest(magnitude);
     const float signed_element = float_of(bits_of(element) | (bits_of(value) & ~kAbsMask));
-    const float result = from_element(signed_element, s, group);
-    if constexpr (kScale == ScaleFormat::kE4M3) return s.scale == 0.0f ? 0.0f : result;  // a block that is nothing beside its group
-    return result;
+    return from_element(signed_element, s, group);
   }
 };
 
@@ -126,6 +129,7 @@ WB_QDQ_INLINE void column_blocks(const QuantConfig& config, const QdqBlock& b) {
   const float group = b.group_scale;
   const ScaleRule rule = config.rule;
   std::int32_t amax[kQdqChunk];
+  std::int32_t kept[kQdqChunk], fill[kQdqChunk];  // bits of the result, and what stands where none is kept: NaN or 0
   float scale[kQdqChunk], inverse[kQdqChunk], value[kQdqChunk];
   std::uint32_t random[kQdqChunk];
   for (std::int64_t first = 0; first < b.columns; first += kQdqChunk) {
@@ -143,12 +147,14 @@ WB_QDQ_INLINE void column_blocks(const QuantConfig& config, const QdqBlock& b) {
     for (std::int64_t c = 0; c < width; ++c) {
       const QdqScale s = Scheme::scale_of(amax[c], rule, group);
       scale[c] = s.scale, inverse[c] = s.inverse;
+      kept[c] = s.scale > 0.0f ? -1 : 0;
+      fill[c] = s.scale != s.scale ? kNaNBits : 0;
     }
     for (std::int64_t r = 0; r < b.num_rows; ++r) {
       float* y = b.y + r * b.y_stride + first;
       const float* x = b.x[r] == nullptr ? nullptr : b.x[r] + first;
       if (x == nullptr) {
-        for (std::int64_t c = 0; c < width; ++c) y[c] = scale[c] != scale[c] ? scale[c] : 0.0f;
+        for (std::int64_t c = 0; c < width; ++c) y[c] = float_of(fill[c]);
         continue;
       }
       if constexpr (kStochastic) {
@@ -159,7 +165,7 @@ WB_QDQ_INLINE void column_blocks(const QuantConfig& config, const QdqBlock& b) {
       for (std::int64_t c = 0; c < width; ++c) value[c] = x[c];
       for (std::int64_t c = 0; c < width; ++c) {
         const float rounded = Scheme::template round_trip<kStochastic>(value[c], {scale[c], inverse[c]}, group, kStochastic ? random[c] : 0u);
-        y[c] = scale[c] != scale[c] ? scale[c] : rounded;
+        y[c] = float_of((bits_of(rounded) & kept[c]) | fill[c]);
       }
     }
   }
@@ -184,12 +190,13 @@ WB_QDQ_INLINE void row_block(const QuantConfig& config, const QdqBlock& b, std::
   std::int32_t amax = 0;
   for (std::int64_t c = 0; c < width; ++c) amax = largest[c] > amax ? largest[c] : amax;
   const QdqScale s = Scheme::scale_of(amax, config.rule, group);
-  const bool is_nan = amax > kInfinityBits;
+  // A NaN, or a block whose scale is 0: it is nothing beside its group.
+  const bool is_filled = !(s.scale > 0.0f);
+  const float fill = amax > kInfinityBits ? float_of(kNaNBits) : 0.0f;
   for (std::int64_t r = 0; r < b.num_rows; ++r) {
     float* y = b.y + r * b.y_stride + first;
     const float* x = b.x[r];
-    if (x == nullptr || is_nan) {
-      const float fill = is_nan ? float_of(kNaNBits) : 0.0f;
+    if (x == nullptr || is_filled) {
       for (std::int64_t c = 0; c < width; ++c) y[c] = fill;
       continue;
     }
