@@ -81,6 +81,25 @@ class Packer {
 
   const float* floats(std::int64_t outer, std::int64_t k) const { return reinterpret_cast<const float*>(at(outer, k)); }
 
+  // Adjacent outer indices of one k are a row of a panel as it lies in memory.
+  bool is_readable_in_place() const {
+    return !operand_.is_bf16 && operand_.outer_stride == 1 && operand_.k_rows == nullptr && operand_.k_mask == nullptr && operand_.k_stride >= width_;
+  }
+
+  // The part of a panel's lines that the tile `index` of the panel before asks for; those tiles have more steps of k than this one has lines.
+  PrefetchRun prefetch(std::int64_t outer, std::int64_t k, std::int64_t depth, std::int64_t index) const {
+    constexpr std::int64_t kLine = 64;
+    const char* first = at(outer, k);
+    if (operand_.k_rows != nullptr) return {first, 0, 0, 1, 1};
+    if (operand_.k_stride == 1) {  // rows of `depth` elements
+      const std::int64_t fours = ceil_div(depth * item_, 4 * kLine), done = index * (depth / 4);
+      const std::int64_t row = done / fours, part = done % fours;
+      return {first + row * operand_.outer_stride * item_ + part * 4 * kLine, kLine, operand_.outer_stride * item_ - fours * 4 * kLine, fours - part, fours};
+    }
+    const std::int64_t lines = ceil_div(width_ * item_, kLine);  // in each of `depth` rows
+    return {first + index % lines * kLine, operand_.k_stride * item_, 0, depth, depth};
+  }
+
   void pack(std::int64_t outer, std::int64_t extent, std::int64_t k, std::int64_t depth, float* out) const {
     const bool along_k = operand_.k_stride == 1 && operand_.k_rows == nullptr && operand_.k_mask == nullptr;
     along_k ? transpose(outer, extent, k, depth, out) : copy(outer, extent, k, depth, out);
@@ -142,14 +161,14 @@ class Task {
     const std::int64_t depth_step = std::min(round_up(ceil_div(sizes_.k, num_blocks), 8), kMaxDepth);
     const std::int64_t padded = round_up(columns_, kernels_.tile_columns);
     const bool direct = !batch_.c_is_bf16 && batch_.bias == nullptr && batch_.c_mask == nullptr;
-    const std::int64_t a_floats = round_up(rows_ * depth_step, 16), b_floats = padded * depth_step;
+    const bool walks_rows = batch_.ragged == Ragged::kK && num_blocks == 1 && depth_step <= kShortDepth;
+    const std::int64_t a_floats = round_up(rows_ * depth_step + kPackSlack, 16), b_columns = walks_rows ? padded : kernels_.tile_columns;
+    const std::int64_t b_floats = b_columns * depth_step + kPackSlack;
     const bool in_c = direct && !batch_.accumulate && padded == columns_;  // partial sums live in c itself
     const bool keeps_sums = num_blocks > 1 && !in_c;
     float* a = thread_scratch(a_floats + b_floats + (keeps_sums ? rows_ * padded : kMaxTileRows * kMaxTileColumns));
     float* b = a + a_floats;
     float* sums = b + b_floats;
-    const bool reads_b_in_place = rows_ <= kMaxDirectRows && !batch_.b.is_bf16 && batch_.b.outer_stride == 1 && batch_.b.k_rows == nullptr &&
-                                  batch_.b.k_mask == nullptr && batch_.b.k_stride >= kernels_.tile_columns;
 
     const std::int64_t first_m = batch_.ragged == Ragged::kM ? sizes_.first : 0, first_k = batch_.ragged == Ragged::kK ? sizes_.first : 0;
     const Packer pack_a(batch_.a, kernels_, g_, kernels_.tile_rows, false);
@@ -157,53 +176,91 @@ class Task {
     for (std::int64_t block = 0, k = 0; block < num_blocks; ++block, k += depth_step) {
       const std::int64_t depth = std::min(depth_step, sizes_.k - k);
       pack_a.pack(first_m + m_, rows_, first_k + k, depth, a);
-      const std::int64_t in_place = reads_b_in_place ? columns_ / kernels_.tile_columns * kernels_.tile_columns : 0;  // columns not packed
-      pack_b.pack(n_ + in_place, columns_ - in_place, first_k + k, depth, b + in_place * depth);
-      const float* b_matrix = reads_b_in_place ? pack_b.floats(n_, first_k + k) : nullptr;
-      multiply({a, b, b_matrix, in_place, sums, depth, padded, block == 0, block + 1 == num_blocks, keeps_sums, direct});
+      multiply({a, b, sums, first_k + k, depth, padded, block == 0, block + 1 == num_blocks, keeps_sums, direct, walks_rows}, pack_b);
     }
   }
 
  private:
   struct Block {
-    const float *a, *b;
-    const float* b_matrix;  // columns [0, in_place) of b are read from here, rows k_stride apart
-    std::int64_t in_place;
-    float* sums;
-    std::int64_t depth, padded;
-    bool first, last, keeps_sums, direct;
+    const float* a;
+    float *b, *sums;
+    std::int64_t k, depth, padded;
+    bool first, last, keeps_sums, direct, walks_rows;
   };
 
-  // b's panel stays in the first-level cache while the panels of a pass by. Full fp32 tiles without a bias end in c; others pass through
-  // finish(). Sums that span depth blocks wait in `sums`, or in c where nothing else is kept there.
-  void multiply(const Block& block) const {
+  struct Panel {
+    const float* b;
+    std::int64_t stride;
+  };
+  PrefetchRun nothing(const Panel& panel) const { return {reinterpret_cast<const char*>(panel.b), 0, 0, 1, 1}; }
+
+  void multiply(const Block& block, const Packer& pack_b) const { block.walks_rows ? multiply_rows(block, pack_b) : multiply_panels(block, pack_b); }
+
+  // b passes by a panel at a time: packed (or read in place, where few rows of a would not repay the copy) just before it is used, so that it
+  // lies in the first caches while the panels of a stream past. Meanwhile the tiles ask for the next panel's lines.
+  void multiply_panels(const Block& block, const Packer& pack_b) const {
+    const bool in_place = rows_ <= kMaxDirectRows && pack_b.is_readable_in_place();
     for (std::int64_t n = 0; n < columns_; n += kernels_.tile_columns) {
       const std::int64_t width = std::min<std::int64_t>(kernels_.tile_columns, columns_ - n);
-      const bool ends_in_c = block.direct && width == kernels_.tile_columns;
-      const bool stays_in_c = ends_in_c && !batch_.accumulate;
-      for (std::int64_t m = 0; m < rows_; m += kernels_.tile_rows) {
-        const int height = static_cast<int>(std::min<std::int64_t>(kernels_.tile_rows, rows_ - m));
-        float* c = ends_in_c ? static_cast<float*>(batch_.c) + c_index(m, n) : nullptr;
-        float* sums = block.sums + (block.keeps_sums ? m * block.padded + n : 0);
-        std::int64_t sums_stride = block.keeps_sums ? block.padded : kMaxTileColumns;
-        if (stays_in_c) {
-          sums = c;
-          sums_stride = batch_.c_stride;
-        }
-        const bool to_c = stays_in_c || (block.last && ends_in_c);
-        const TileArgs args{block.depth,
-                            block.a + m * block.depth,
-                            n < block.in_place ? block.b_matrix + n : block.b + n * block.depth,
-                            n < block.in_place ? batch_.b.k_stride : kernels_.tile_columns,
-                            block.first ? nullptr : sums,
-                            sums_stride,
-                            to_c ? c : sums,
-                            to_c ? batch_.c_stride : sums_stride,
-                            to_c && !stays_in_c};
-        kernels_.tile[height](args);
-        if (block.last && !ends_in_c) finish(sums, sums_stride, m, height, n, width);
+      Panel panel{block.b, kernels_.tile_columns};
+      if (in_place && width == kernels_.tile_columns) {
+        panel = {pack_b.floats(n_ + n, block.k), batch_.b.k_stride};
+      } else {
+        pack_b.pack(n_ + n, width, block.k, block.depth, block.b);
+      }
+      const bool block_ends = n + kernels_.tile_columns >= columns_, has_next = !block_ends || !block.last;
+      const std::int64_t next_n = block_ends ? 0 : n + kernels_.tile_columns, next_k = block_ends ? block.k + block.depth : block.k;
+      for (std::int64_t m = 0, i = 0; m < rows_; m += kernels_.tile_rows, ++i) {
+        const bool panel_ends = m + kernels_.tile_rows >= rows_;
+        run_tile(block, m, n, panel, panel_ends ? -m : kernels_.tile_rows, panel_ends ? kernels_.tile_columns : 0,
+                 has_next ? pack_b.prefetch(n_ + next_n, next_k, block.depth, i) : nothing(panel));
       }
     }
+  }
+
+  // Short sums over a large output (the weight gradient of a small group): the output is what moves, so tiles follow its rows, and all of b
+  // is packed before.
+  void multiply_rows(const Block& block, const Packer& pack_b) const {
+    pack_b.pack(n_, columns_, block.k, block.depth, block.b);
+    for (std::int64_t m = 0; m < rows_; m += kernels_.tile_rows) {
+      for (std::int64_t n = 0; n < columns_; n += kernels_.tile_columns) {
+        const Panel panel{block.b + n * block.depth, kernels_.tile_columns};
+        const bool row_ends = n + kernels_.tile_columns >= columns_;
+        run_tile(block, m, n, panel, row_ends ? kernels_.tile_rows : 0, row_ends ? -n : kernels_.tile_columns, nothing(panel));
+      }
+    }
+  }
+
+  // Full fp32 tiles without a bias end in c; others pass through finish(). Sums that span depth blocks wait in `sums`, or in c where nothing
+  // else is kept there. The next tile lies `down` rows and `right` columns away.
+  void run_tile(const Block& block, std::int64_t m, std::int64_t n, const Panel& panel, std::int64_t down, std::int64_t right, const PrefetchRun& next) const {
+    const std::int64_t width = std::min<std::int64_t>(kernels_.tile_columns, columns_ - n);
+    const int height = static_cast<int>(std::min<std::int64_t>(kernels_.tile_rows, rows_ - m));
+    const bool ends_in_c = block.direct && width == kernels_.tile_columns;
+    const bool stays_in_c = ends_in_c && !batch_.accumulate;
+    float* c = ends_in_c ? static_cast<float*>(batch_.c) + c_index(m, n) : nullptr;
+    float* sums = block.sums + (block.keeps_sums ? m * block.padded + n : 0);
+    std::int64_t sums_stride = block.keeps_sums ? block.padded : kMaxTileColumns;
+    if (stays_in_c) {
+      sums = c;
+      sums_stride = batch_.c_stride;
+    }
+    const bool to_c = stays_in_c || (block.last && ends_in_c);
+    float* target = to_c ? c : sums;
+    const std::int64_t target_stride = to_c ? batch_.c_stride : sums_stride;
+    const TileArgs args{block.depth,
+                        block.a + m * block.depth,
+                        panel.b,
+                        panel.stride,
+                        block.first ? nullptr : sums,
+                        sums_stride,
+                        target,
+                        target_stride,
+                        to_c && !stays_in_c,
+                        target + down * target_stride + right,
+                        next};
+    kernels_.tile[height](args);
+    if (block.last && !ends_in_c) finish(sums, sums_stride, m, height, n, width);
   }
 
   std::int64_t c_index(std::int64_t m, std::int64_t n) const {

@@ -37,7 +37,7 @@ struct GemmBatch {
 };
 
 // Runs the batch. Bit-equal for any pool and any tile size. Scratch is per thread, kept and reused: it allocates (through Buffer) only when
-// a thread meets a larger problem than before, at most 2.5 MiB.
+// a thread meets a larger problem than before, at most 1.8 MiB.
 void run_gemm_batch(const GemmBatch& batch, const KernelSet& kernels, ThreadPool* pool);
 
 }  // namespace waybill::detail

@@ -15,7 +15,16 @@ namespace waybill::detail {
 constexpr int kMaxTileRows = 14;
 constexpr int kMaxTileColumns = 32;
 constexpr int kPackRows = 32;            // rows a packing call may read at most
-constexpr std::int64_t kMaxDepth = 384;  // k values packed at a time
+constexpr std::int64_t kMaxDepth = 384;  // k values packed at a time, at most
+constexpr std::int64_t kPackSlack = 32;  // floats that packing may write past the end of a panel
+
+// Cache lines to fetch while a tile's sums are formed: one for each k, `period` of four at a time along `step`, then a jump. Addresses are
+// only hints and may lie anywhere.
+struct PrefetchRun {
+  const char* at;
+  std::int64_t step, jump;  // bytes; the jump is added after `period` fours
+  std::int64_t left, period;
+};
 
 // A full register tile: sum[m, n] = (start ? start[m, n] : 0) + sum_k a[k, m] b[k, n], then c[m, n] = sum or, when `add` is set, c[m, n] += sum.
 // a is [depth, rows], b is [depth, tile columns] with rows b_stride apart; start and c may be the same memory.
@@ -28,10 +37,12 @@ struct TileArgs {
   float* c;
   std::int64_t c_stride;
   bool add;
+  const float* next_c;  // c of the tile that follows: a hint
+  PrefetchRun next;
 };
 using TileFn = void (*)(const TileArgs& args);
 
-// Turns `width` rows (pointers at their first k) into the panel [depth, width].
+// Turns `width` rows (pointers at their first k) into the panel [depth, width]. May write kPackSlack floats past its end.
 using PackRowsFn = void (*)(const void* const* rows, int width, std::int64_t depth, float* panel);
 
 // Copies `width` elements at `byte` of each of `num_rows` rows to the panel [num_rows, panel_width]; a null row and the columns past `width`

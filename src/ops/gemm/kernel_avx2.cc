@@ -16,49 +16,78 @@ namespace {
 constexpr int kRows = 6;
 constexpr int kColumns = 16;
 
+// Keeps the compiler from holding one pointer for every row of a tile.
+template <class T>
+WB_AVX2_INLINE void step(T*& pointer, std::int64_t elements) {
+  pointer += elements;
+  asm("" : "+r"(pointer));
+}
+
+template <int kTileRows>
+WB_AVX2_INLINE void multiply_add(const float* a, const float* b, __m256 (&acc)[kTileRows][2]) {
+  const __m256 b0 = _mm256_loadu_ps(b);
+  const __m256 b1 = _mm256_loadu_ps(b + 8);
+#pragma GCC unroll 6
+  for (int m = 0; m < kTileRows; ++m) {
+    const __m256 scale = _mm256_broadcast_ss(a + m);
+    acc[m][0] = _mm256_fmadd_ps(scale, b0, acc[m][0]);
+    acc[m][1] = _mm256_fmadd_ps(scale, b1, acc[m][1]);
+  }
+}
+
 template <int kTileRows>
 WB_AVX2 void tile(const TileArgs& args) {
   __m256 acc[kTileRows][2];
-  const float* a = args.a;
-  const float* b = args.b;
+  const char* line = reinterpret_cast<const char*>(args.next_c);
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m) {
     acc[m][0] = acc[m][1] = _mm256_setzero_ps();
-    const char* line = reinterpret_cast<const char*>(args.c + m * args.c_stride);  // on its way while the sums are formed
-    _mm_prefetch(line, _MM_HINT_T0);
+    _mm_prefetch(line, _MM_HINT_T0);  // the next tile's c is on its way while this one's sums are formed
     _mm_prefetch(line + 60, _MM_HINT_T0);
+    step(line, args.c_stride * 4);
   }
   if (args.start != nullptr) {
+    const float* start = args.start;
 #pragma GCC unroll 6
     for (int m = 0; m < kTileRows; ++m) {
-      acc[m][0] = _mm256_loadu_ps(args.start + m * args.start_stride);
-      acc[m][1] = _mm256_loadu_ps(args.start + m * args.start_stride + 8);
+      acc[m][0] = _mm256_loadu_ps(start);
+      acc[m][1] = _mm256_loadu_ps(start + 8);
+      step(start, args.start_stride);
     }
   }
+  const float* a = args.a;
+  const float* b = args.b;
+  const char* next = args.next.at;
+  std::int64_t left = args.next.left;
+  for (std::int64_t k = args.depth / 4; k > 0; --k) {
 #pragma GCC unroll 4
-  for (std::int64_t k = 0; k < args.depth; ++k) {
-    const __m256 b0 = _mm256_loadu_ps(b);
-    const __m256 b1 = _mm256_loadu_ps(b + 8);
-#pragma GCC unroll 6
-    for (int m = 0; m < kTileRows; ++m) {
-      const __m256 scale = _mm256_broadcast_ss(a + m);
-      acc[m][0] = _mm256_fmadd_ps(scale, b0, acc[m][0]);
-      acc[m][1] = _mm256_fmadd_ps(scale, b1, acc[m][1]);
+    for (int i = 0; i < 4; ++i) {
+      _mm_prefetch(next, _MM_HINT_T1);
+      next += args.next.step;
+      multiply_add<kTileRows>(a, b, acc);
+      a += kTileRows;
+      b += args.b_stride;
     }
+    if (--left == 0) {
+      next += args.next.jump;
+      left = args.next.period;
+    }
+  }
+  for (std::int64_t k = args.depth % 4; k > 0; --k) {
+    multiply_add<kTileRows>(a, b, acc);
     a += kTileRows;
     b += args.b_stride;
   }
-  if (args.add) {
-#pragma GCC unroll 6
-    for (int m = 0; m < kTileRows; ++m) {
-      acc[m][0] = _mm256_add_ps(_mm256_loadu_ps(args.c + m * args.c_stride), acc[m][0]);
-      acc[m][1] = _mm256_add_ps(_mm256_loadu_ps(args.c + m * args.c_stride + 8), acc[m][1]);
-    }
-  }
+  float* c = args.c;
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m) {
-    _mm256_storeu_ps(args.c + m * args.c_stride, acc[m][0]);
-    _mm256_storeu_ps(args.c + m * args.c_stride + 8, acc[m][1]);
+    if (args.add) {
+      acc[m][0] = _mm256_add_ps(_mm256_loadu_ps(c), acc[m][0]);
+      acc[m][1] = _mm256_add_ps(_mm256_loadu_ps(c + 8), acc[m][1]);
+    }
+    _mm256_storeu_ps(c, acc[m][0]);
+    _mm256_storeu_ps(c + 8, acc[m][1]);
+    step(c, args.c_stride);
   }
 }
 
