@@ -105,7 +105,7 @@ struct MoeTensors {
 //   shared_a     [T, shared_F]                          again           again
 //   latent_out   [T, latent] combined, latent only      yes             yes
 // The caller keeps x. Routing is never decided twice.
-struct MoeStep {
+struct WB_API MoeStep {
   struct Saved;
   MoeStep();
   ~MoeStep();

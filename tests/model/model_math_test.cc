@@ -163,8 +163,8 @@ TEST(ModelMath, MemoryPerRankSpreadsExpertsOnly) {
 }
 
 TEST(ModelMath, ARecipesOperandCopiesAreCounted) {
-  ArchitectureConfig c = gqa("two", 3, 64, 4, 2, 16, 8, 32, 100);
-  c.num_dense_layers = 1, c.dense_F = 64, c.K = 2;
+  ArchitectureConfig c = gqa("two", 3, 64, 4, 2, 8, 2, 32, 100);
+  c.num_dense_layers = 1, c.dense_F = 64;
   MemoryPlan plan;
   plan.P = 4;
   plan.tokens_per_rank = 100;

@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "moe/dense_mlp.h"
 #include "moe/experts.h"
 #include "moe/harness.h"
 #include "ops/quantize/qdq_kernels.h"
@@ -210,6 +211,52 @@ TEST_P(RecipeProducts, AnEmptyExpertHasAGradientOfExactlyZero) {
   EXPECT_TRUE(zeros(expert_of(x.gradients.w1, 1, static_cast<std::size_t>(x.I * 160))));
   EXPECT_TRUE(zeros(expert_of(x.gradients.w2, 1, 160 * 96)));
   EXPECT_TRUE(zeros(expert_of(x.gradients.b1, 1, static_cast<std::size_t>(x.I))));
+}
+
+// The shared expert's matmuls are those of a routed expert whose slots are the tokens: the same bits from the dense calls.
+TEST_P(RecipeProducts, TheSharedExpertIsAnExpertWithAllTokens) {
+  MoeConfig c = small_config(1, 1, 64, 48);
+  c.recipe.kind = GetParam();
+  if (GetParam() == Recipe::kMXFP8) c.F = 64;
+  const std::int64_t T = 53, I = c.inner_width();
+  const Weights<float> w = random_weights(c, 5100);
+  Weights<float> weights = w, routed = w, shared = w;
+  for (Weights<float>* g : {&routed, &shared}) g->for_each([](const char*, std::vector<float>& v) { std::fill(v.begin(), v.end(), 0.0f); });
+  const std::vector<float> x = random_values(static_cast<std::size_t>(T * c.H), 61, 1.0f), d = random_values(x.size(), 62, 1.0f);
+  const TensorView xv = TensorView::of(x.data(), {T, c.H}), dv = TensorView::of(d.data(), {T, c.H});
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(T) + 1);
+  std::iota(slots.begin(), slots.end(), 0);
+  const std::vector<std::int32_t> zeros(static_cast<std::size_t>(T), 0);
+  const std::vector<float> ones(static_cast<std::size_t>(T), 1.0f);
+  const ReceiveLayout layout = make_receive_layout(1, 1, {0, T}, slots, zeros.data(), ones.data());
+  const std::vector<std::int64_t> ids = {-1};
+  const MoeTensors tensors = views(c, 1, weights), d_routed = views(c, 1, routed);
+  const moe::ExpertContext context{c, tensors, layout, ids, kSeed, false, Stream::cpu(), nullptr};
+  moe::ExpertScratch scratch;
+  Tensor h, a, z, d_rows, shared_h, shared_a, da, dh;
+  std::vector<float> d_weight(static_cast<std::size_t>(T));
+  moe::experts_first_matmul(context, xv, scratch, h);
+  moe::experts_activation(context, h, a);
+  moe::experts_second_matmul(context, a, scratch, z);
+  moe::experts_backward(context, d_routed, xv, h, a, dv, scratch, d_weight.data(), d_rows);
+
+  moe::OperandScratch operands;
+  const TensorView w1 = TensorView::of(weights.w1.data(), {I, c.H}), w2 = TensorView::of(weights.w2.data(), {c.H, c.F});
+  const moe::SharedExpert expert{c.activation, c.recipe, w1, w2, kSeed, operands, Stream::cpu()};
+  const Tensor out = Tensor::zeros(DType::kF32, {T, c.H}), dx = Tensor::zeros(DType::kF32, {T, c.H});
+  expert.hidden(xv, shared_h);
+  expert.activate(shared_h, shared_a);
+  expert.add_output(shared_a, out);
+  expert.backward_weights(xv, shared_h, shared_a, dv, TensorView::of(shared.w1.data(), {I, c.H}), TensorView::of(shared.w2.data(), {c.H, c.F}), da, dh);
+  expert.add_input_gradient(dh, dx);
+  const auto same = [](const Tensor& p, const Tensor& q) {
+    return p.size() == q.size() && std::memcmp(p.as<float>(), q.as<float>(), static_cast<std::size_t>(p.size()) * sizeof(float)) == 0;
+  };
+  EXPECT_TRUE(same(shared_h, h));
+  EXPECT_TRUE(same(out, z));
+  EXPECT_TRUE(same(dx, d_rows));
+  EXPECT_TRUE(same_bits(shared.w1, routed.w1));
+  EXPECT_TRUE(same_bits(shared.w2, routed.w2));
 }
 
 // Fast paths or references of both ops: the operands have the same bits, so with the same matmul so has everything.
