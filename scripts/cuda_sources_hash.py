@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ("src/core/cuda", "src/core/scalar_math.h", "bench/cuda", "tests/cuda")
 AREAS = {
     "router": ("src/ops/router/cuda", "src/ops/router/*.h", "src/ops/router/router_ref.cc", "include/waybill/router.h"),
+    "gemm": ("src/ops/gemm/cuda", "src/ops/gemm/*.h", "src/ops/gemm/grouped_gemm*.cc", "include/waybill/grouped_gemm.h", "bench/peers/torch_grouped.py"),
     "fabric": ("src/fabric/cuda_local",),
 }
 

@@ -51,19 +51,22 @@ collect() {
 }
 names=()
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric bench_cuda_router; do
+for program in test_cuda_router test_cuda_fabric test_cuda_gemm bench_cuda_router bench_cuda_gemm; do
   if [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
-  elif [ "$program" != bench_cuda_router ]; then
+  elif [ "${program#bench}" = "$program" ]; then
     start "$program" "$bin/$program"
   fi
 done
 if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
+  small_gemm='GroupedGemmCuda.NoRows*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do
       start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router"
+      # The matmuls under memcheck alone.
+      [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"
       start "$tool fabric" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
     done
   else
@@ -73,16 +76,21 @@ fi
 collect
 start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
 collect
+start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
+collect
 peers=
 if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
+grouped=
+if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads >"$work/torch_grouped.log" 2>&1; then grouped=$work/torch_grouped.jsonl; else note "peer torch grouped" "skipped: torch did not run"; fi
 (IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
 if [ -s "$work/router.jsonl" ]; then
   python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1
-  python3 scripts/render_performance.py || failed=1
 fi
+[ ! -s "$work/gemm.jsonl" ] || python3 scripts/gpu_results.py gemm "$work/gemm.jsonl" $grouped --checks "$work/checks.json" || failed=1
+python3 scripts/render_performance.py || failed=1
 if [ -n "$out" ]; then
   mkdir -p "$out"
-  cp bench/results/*/router.json "$out/" 2>/dev/null
+  cp bench/results/*/{router,gemm}.json "$out/" 2>/dev/null
   tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
 fi
 [ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2

@@ -16,6 +16,13 @@ import subprocess
 from cuda_sources_hash import ROOT, sources_hash
 
 
+METHODS = {
+    "router": "captured: one CUDA graph of 12 launches over rotating buffers (cold) or one buffer (warm), median of its replays divided by 12",
+    "gemm": "burst: after 15 ms of spinning 10 calls between two events, median of 5; random data, one set of buffers; TFLOP/s count valid rows; "
+    "targets and floors of operations are scaled to the dense rate of the run; peers are torch's, timed the same way in the same session",
+}
+
+
 def smi(query):
     try:
         out = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
@@ -51,7 +58,7 @@ def main():
         torch = peer.get("torch_version", torch)
         for record in records:
             # The peer computes fp32 logits' ids and weights; variants with bias or groups have no counterpart.
-            if record["op"] == "router_fwd" and record["case"] == peer["case"] + " f32":
+            if (record["op"], record["case"]) == ((peer["op"], peer["case"]) if "op" in peer else ("router_fwd", peer["case"] + " f32")):
                 record["peers"] = peer["peers"]
     gpu = smi("name") or "unknown GPU"
     cuda = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout or "")
@@ -65,7 +72,7 @@ def main():
         "cuda": cuda.group(1) if cuda else "",
         "torch": torch,  # of the peers; empty: no peer ran
         "clocks": {"sm_mhz": smi("clocks.sm"), "memory_mhz": smi("clocks.mem"), "sm_max_mhz": smi("clocks.max.sm")},
-        "method": "captured: one CUDA graph of 12 launches over rotating buffers (cold) or one buffer (warm), median of its replays divided by 12",
+        "method": METHODS.get(args.area, METHODS["router"]),
         "checks": json.loads(pathlib.Path(args.checks).read_text(encoding="utf-8")) if args.checks else {},
     }
     folder = pathlib.Path(args.out) / re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")

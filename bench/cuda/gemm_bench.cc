@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense 8192^3 of the
 // same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails: its record says "checked": false.
-//   bench_cuda_gemm OUT.jsonl [--filter TEXT] [--loads] [--sweep]
+//   bench_cuda_gemm OUT.jsonl [--filter TEXT] [--loads] [--sweep] [--tile COLUMNS,STAGES,CLUSTER,BUFFERS] [--band B] [--slices S]
 //     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and those of the peers (softmax, one expert with 90%, zipf)
-//     --sweep   every tile and band instead of the policy's choice; no records
+//     --sweep   every tile and band instead of the policy's choice, briefly; no records
+//     --tile, --band, --slices   in place of the policy's choice
 // Method "burst": before each of 5 repetitions the device spins 15 ms, so that the host queues ahead; then 10 calls between two events; the
 // median. Random normal data, clocks left alone, one set of buffers. TFLOP/s count valid rows.
 #include <fmt/format.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <string>
@@ -28,8 +30,8 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr double kBytesPerUs = 4.29e6;      // docs/perf/router.md says where the figure comes from
-constexpr double kTargetDense = 803;        // targets belong to a run whose dense product reaches this; they are scaled to this run's
+constexpr double kBytesPerUs = 4.29e6;  // docs/perf/router.md says where the figure comes from
+constexpr double kTargetDense = 803;    // targets belong to a run whose dense product reaches this; they are scaled to this run's
 constexpr std::int64_t kDense = 8192;
 
 struct Shape {
@@ -53,7 +55,8 @@ std::vector<std::int64_t> counts_of(const Shape& s) {
   std::normal_distribution<double> normal;
   std::vector<double> share(counts.size());
   for (std::size_t i = 0; i < share.size(); ++i) {
-    share[i] = load == "softmax" ? std::exp(normal(random)) : (load == "zipf" ? 1.0 / static_cast<double>(i + 1) : (i == 0 ? 9.0 * static_cast<double>(s.L - 1) : 1.0));
+    share[i] = load == "softmax" ? std::exp(normal(random))
+                                 : (load == "zipf" ? 1.0 / static_cast<double>(i + 1) : (i == 0 ? 9.0 * static_cast<double>(s.L - 1) : 1.0));
   }
   const double sum = std::accumulate(share.begin(), share.end(), 0.0);
   std::int64_t given = 0;
@@ -139,7 +142,9 @@ class Bench {
     const double size = op == kStore ? 2 : (op == kStoreF32 ? 4 : 8);
     return wide + static_cast<double>(op == kAccumulate ? used_ : s_.L) * weights * size;
   }
-  double target(Op op) const { return op == kForward ? s_.fwd : (op == kDgrad ? s_.dgrad : (op == kStore ? s_.store : (op == kAccumulate ? s_.accumulate : 0))); }
+  double target(Op op) const {
+    return op == kForward ? s_.fwd : (op == kDgrad ? s_.dgrad : (op == kStore ? s_.store : (op == kAccumulate ? s_.accumulate : 0)));
+  }
   std::string name() const { return fmt::format("{}x{} N{} C{} {}", s_.L, s_.rows, s_.N, s_.C, s_.load); }
 
  private:
@@ -184,8 +189,8 @@ void record(const Bench& bench, Op op, const GemmTuning& tuning, const Spread& t
   fmt::print(g_out,
              "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
              "\"target\":{},\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":50,\"tflops\":{:.1f}}}\n",
-             kOpNames[op], bench.name(), describe(tuning), t.us, t.spread, floor, target > 0 ? fmt::format("{:.2f}", target) : "null", checked ? "true" : "false",
-             t.us, rate);
+             kOpNames[op], bench.name(), describe(tuning), t.us, t.spread, floor, target > 0 ? fmt::format("{:.2f}", target) : "null",
+             checked ? "true" : "false", t.us, rate);
   std::fflush(g_out), std::fflush(stdout);
 }
 
@@ -195,11 +200,24 @@ int num_sms() {
   return count;
 }
 
+// What the command line says in place of the policy.
+struct Override {
+  GemmTile tile{0, 0, 0, 0};
+  int band = 0, slices = -1;
+  GemmTuning apply(GemmTuning tuning) const {
+    if (tile.block_n > 0) tuning.tile = tile;
+    if (band > 0) tuning.band = band;
+    if (slices >= 0) tuning.slices_per_cluster = slices;
+    return tuning;
+  }
+};
+Override g_override;
+
 void measure(const Shape& shape, double dense) {
   const Bench bench(shape);
   for (int op = 0; op < kNumOps; ++op) {
     const auto o = static_cast<Op>(op);
-    const GemmTuning tuning = choose_tuning(bench.problem(o), num_sms());
+    const GemmTuning tuning = g_override.apply(choose_tuning(bench.problem(o), num_sms()));
     const bool checked = bench.check(o, tuning);
     record(bench, o, tuning, bench.time(o, tuning, 5, 10, 15), dense, checked);
   }
@@ -207,7 +225,7 @@ void measure(const Shape& shape, double dense) {
 
 void sweep(const Shape& shape, double dense) {
   const Bench bench(shape);
-  constexpr GemmTile kTiles[] = {{256, 4, 2}, {256, 4, 1}, {192, 5, 2}, {192, 5, 1}, {128, 6, 2}, {128, 6, 1}};
+  constexpr GemmTile kTiles[] = {{256, 4, 2, 2}, {192, 4, 2, 3}, {128, 6, 2, 2}, {256, 4, 1, 2}, {128, 6, 1, 2}};
   for (int op = 0; op < kNumOps; ++op) {
     const auto o = static_cast<Op>(op);
     if (o == kStoreF32) continue;
@@ -219,7 +237,8 @@ void sweep(const Shape& shape, double dense) {
         if (band == 8 && !bench.check(o, tuning)) line += " WRONG", g_all_match = false;
         const double us = bench.time(o, tuning, 1, 1, 0.2).us;
         const int calls = std::clamp(static_cast<int>(8000 / us), 1, 10);
-        line += fmt::format(" {}{:.0f}", band == 4 ? fmt::format("[{}c{}] ", tile.block_n, tile.cluster) : "", bench.flops() / bench.time(o, tuning, 3, calls, 2).us * 1e-6);
+        line += fmt::format(" {}{:.0f}", band == 4 ? fmt::format("[{}c{}s{}] ", tile.block_n, tile.cluster, tile.stages) : "",
+                            bench.flops() / bench.time(o, tuning, 3, calls, 2).us * 1e-6);
         if (o != kForward && o != kDgrad && band == 4 && tile.block_n != 256) break;
       }
     }
@@ -233,11 +252,11 @@ void sweep(const Shape& shape, double dense) {
 
 std::vector<Shape> shapes(bool with_loads) {
   std::vector<Shape> all = {
-      {8, 4096, 4096, 7168, "even", 805, 810, 795, 740},    {8, 4096, 7168, 2048, "even", 810, 812, 780, 730},
-      {32, 1024, 4096, 7168, "even", 785, 800, 745, 600},   {128, 2048, 1536, 2048, "even", 780, 788, 745, 680},
-      {128, 2048, 2048, 768, "even", 745, 772, 735, 680},   {32, 288, 512, 1024, "even", 380, 380, 280, 200},
-      {32, 9216, 1024, 512, "even", 670, 700, 750, 650},    {256, 320, 1024, 2048, "even", 560, 560, 560, 480},
-      {256, 320, 2048, 512, "even", 480, 540, 530, 440},    {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
+      {8, 4096, 4096, 7168, "even", 805, 810, 795, 740},  {8, 4096, 7168, 2048, "even", 810, 812, 780, 730},
+      {32, 1024, 4096, 7168, "even", 785, 800, 745, 600}, {128, 2048, 1536, 2048, "even", 780, 788, 745, 680},
+      {128, 2048, 2048, 768, "even", 745, 772, 735, 680}, {32, 288, 512, 1024, "even", 380, 380, 280, 200},
+      {32, 9216, 1024, 512, "even", 670, 700, 750, 650},  {256, 320, 1024, 2048, "even", 560, 560, 560, 480},
+      {256, 320, 2048, 512, "even", 480, 540, 530, 440},  {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
   };
   if (!with_loads) return all;
   for (const char* load : {"softmax", "hot90", "zipf"}) {
@@ -259,6 +278,14 @@ int main_checked(int argc, char** argv) {
       is_sweep = true;
     } else if (argument == "--filter" && i + 1 < argc) {
       filter = argv[++i];
+    } else if (argument == "--tile" && i + 1 < argc) {
+      WB_CHECK(
+          std::sscanf(argv[++i], "%d,%d,%d,%d", &g_override.tile.block_n, &g_override.tile.stages, &g_override.tile.cluster, &g_override.tile.buffers) == 4,
+          "--tile takes COLUMNS,STAGES,CLUSTER,BUFFERS, got {}", argv[i]);
+    } else if (argument == "--band" && i + 1 < argc) {
+      g_override.band = std::atoi(argv[++i]);
+    } else if (argument == "--slices" && i + 1 < argc) {
+      g_override.slices = std::atoi(argv[++i]);
     } else {
       path = argument;
     }

@@ -5,10 +5,17 @@
 // CPU: finished on return. Implementations avx512, avx2, portable and ref (the best one that runs, or WB_FORCE=gemm:<name>). A result is
 // bit-equal for any number of threads and does not depend on other rows; avx512 and avx2 agree bit for bit. `accumulate` adds the whole
 // sum once. Scratch is per thread, at most 2.5 MiB, and reused.
+//
+// GPU (all tensors on one CUDA device): queued on stream.native; nothing waits, so the values of offsets and a_rows are not checked on the
+// host: offsets that are not an increasing sequence from 0 within the rows set kStatusBadOffsets in `status` and never reach outside the
+// tensors. Implementations cuda (sm_90a: bf16 operands, no a_rows, pointers aligned to 16 bytes and rows to 8 elements) and cuda_portable
+// (everything else, no speed claim); WB_LOG=select says which and why. Capturable once a call of the same sizes has run on the stream
+// (scratch is allocated then, at most 200 MiB). Repeated calls are bit-equal; a row's result does not depend on other rows.
 #pragma once
 
 #include <cstdint>
 
+#include "waybill/status.h"
 #include "waybill/stream.h"
 
 namespace waybill {
@@ -27,6 +34,7 @@ struct GroupedGemmArgs {
   TensorView a_rows;
   TensorView bias;  // [L, N] fp32 added to each row, or null
   bool accumulate = false;
+  StatusWord* status = nullptr;  // GPU: in device memory, or null
 };
 WB_API void grouped_gemm(const GroupedGemmArgs& args, Stream stream = {});
 
@@ -35,6 +43,7 @@ struct GroupedGemmDgradArgs {
   TensorView dy, weights, offsets, da;  // dy [S, N], da [S, C]
   WeightLayout layout = WeightLayout::kLNC;
   bool accumulate = false;
+  StatusWord* status = nullptr;
 };
 WB_API void grouped_gemm_dgrad(const GroupedGemmDgradArgs& args, Stream stream = {});
 
@@ -46,6 +55,7 @@ struct GroupedGemmWgradArgs {
   TensorView a_rows;
   TensorView d_bias;  // [L, N] fp32 or null: sum of dy over the group's rows
   bool accumulate = false;
+  StatusWord* status = nullptr;
 };
 WB_API void grouped_gemm_wgrad(const GroupedGemmWgradArgs& args, Stream stream = {});
 

@@ -7,7 +7,7 @@ namespace {
 
 constexpr GemmForm kForms[] = {GemmForm::kNT, GemmForm::kNN, GemmForm::kTN};
 constexpr GemmOutput kOutputs[] = {GemmOutput::kBf16, GemmOutput::kF32, GemmOutput::kAddF32};
-constexpr GemmTile kTiles[] = {{256, 4, 2}, {256, 4, 1}, {192, 5, 2}, {192, 5, 1}, {128, 6, 2}, {128, 6, 1}};
+constexpr GemmTile kTiles[] = {{256, 4, 2, 2}, {192, 4, 2, 3}, {128, 6, 2, 2}, {256, 4, 1, 2}, {128, 6, 1, 2}};
 
 std::string name_of(const GemmSizes& s, const GemmTuning& t) {
   return "form " + std::to_string(static_cast<int>(s.form)) + ", output " + std::to_string(static_cast<int>(s.output)) + ", " + describe(t) + ", groups " +
@@ -78,7 +78,7 @@ TEST(GroupedGemmCuda, AGroupWithoutRowsHasAZeroGradient) {
 TEST(GroupedGemmCuda, LongGroupsAreCutAndSummedInOrder) {
   WB_NEEDS_HOPPER();
   for (const GemmOutput output : kOutputs) {
-    for (const GemmTile& tile : {GemmTile{256, 4, 2}, GemmTile{192, 5, 1}, GemmTile{128, 6, 2}}) {
+    for (const GemmTile& tile : {GemmTile{256, 4, 2, 2}, GemmTile{192, 4, 2, 3}, GemmTile{128, 6, 1, 2}}) {
       GemmTuning tuning{tile, 2};
       tuning.min_slice_blocks = 8;
       const GemmSizes sizes{GemmForm::kTN, output, {5, 20000, 0, 700, 9011, 64}, 200, 328, 0};
@@ -170,9 +170,8 @@ TEST(GroupedGemmCuda, BrokenOffsetsAreReportedAndStayInside) {
   for (const GemmForm form : kForms) {
     const bool is_tn = form == GemmForm::kTN;
     const GemmCase c({form, GemmOutput::kBf16, {100, 100, 100}, is_tn ? 136 : 0, 264, is_tn ? 0 : 136});
-    for (const std::vector<std::int32_t>& offsets :
-         {std::vector<std::int32_t>{0, 200, 100, 300}, std::vector<std::int32_t>{0, 100, 200, 100000}, std::vector<std::int32_t>{-5, 100, 200, 300},
-          std::vector<std::int32_t>{7, 100, 200, 300}}) {
+    for (const std::vector<std::int32_t>& offsets : {std::vector<std::int32_t>{0, 200, 100, 300}, std::vector<std::int32_t>{0, 100, 200, 100000},
+                                                     std::vector<std::int32_t>{-5, 100, 200, 300}, std::vector<std::int32_t>{7, 100, 200, 300}}) {
       c.offsets().upload(offsets.data(), offsets.size() * 4, c.stream());
       c.run({});
       EXPECT_EQ(c.flags(), kStatusBadOffsets) << offsets[0] << " " << offsets[1] << " " << offsets[2] << " " << offsets[3];

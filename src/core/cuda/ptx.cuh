@@ -30,6 +30,13 @@ __device__ __forceinline__ unsigned lanemask_lt() {
   return r;
 }
 
+// threadIdx.x, read anew: what is computed from it need not stay in a register in between.
+__device__ __forceinline__ unsigned thread_again() {
+  unsigned r;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
+}
+
 // --- approximate functions: 2^x to 2 ulp, 1/x to 1 ulp ---
 __device__ __forceinline__ float ex2_approx(float x) {
   float r;
@@ -165,18 +172,27 @@ __device__ __forceinline__ void tensor_load_3d(void* smem, const void* map, int 
 }
 // The same box to the same place in every CTA of `ctas` (a bit each); each counts on its own barrier.
 __device__ __forceinline__ void tensor_load_2d_multicast(void* smem, const void* map, int x, int y, std::uint64_t* bar, std::uint16_t ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
-          smem_address(smem)),
-      "l"(map), "r"(x), "r"(y), "r"(smem_address(bar)), "h"(ctas)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+                   smem_address(smem)),
+               "l"(map), "r"(x), "r"(y), "r"(smem_address(bar)), "h"(ctas)
+               : "memory");
 }
 __device__ __forceinline__ void tensor_load_3d_multicast(void* smem, const void* map, int x, int y, int z, std::uint64_t* bar, std::uint16_t ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
-          smem_address(smem)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(bar)), "h"(ctas)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
+                   smem_address(smem)),
+               "l"(map), "r"(x), "r"(y), "r"(z), "r"(smem_address(bar)), "h"(ctas)
+               : "memory");
+}
+
+// A box from shared memory to a tensor, or added to it; what lies outside the tensor is left out. Ends with bulk_commit().
+__device__ __forceinline__ void tensor_store_3d(const void* map, const void* smem, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(smem_address(smem)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void tensor_add_3d(const void* map, const void* smem, int x, int y, int z) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(smem_address(smem)), "r"(x), "r"(y),
+               "r"(z)
+               : "memory");
 }
 
 // --- programmatic dependent launch (sm_90) ---
@@ -207,9 +223,13 @@ __device__ __forceinline__ void wgmma_keep(float (&acc)[kCount]) {
 // Barrier `id` (1 to 15) among `threads` threads, whole warps.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// --- vector adds in global memory (sm_90), 16-byte aligned ---
-__device__ __forceinline__ void red_add_v4(float* p, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+// Four 8x8 matrices of 16-bit values from a warp's registers; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(std::uint32_t smem, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// Four adds in global memory, 16-byte aligned.
+__device__ __forceinline__ void red_add_v4(float* p, float4 v) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 #endif
 

@@ -22,19 +22,20 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 
 }  // namespace
 
-CUtensorMap make_tensor_map_bf16(const char* name, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows) {
+CUtensorMap make_tensor_map(const char* name, DType dtype, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows) {
   WB_CHECK(reinterpret_cast<std::uintptr_t>(data) % 16 == 0, "{} must be aligned to 16 bytes, got address {}", name, fmt::ptr(data));
-  WB_CHECK(columns % 8 == 0, "rows of {} must be multiples of 8 elements, got {}", name, columns);
+  const std::int64_t size = static_cast<std::int64_t>(size_bytes(dtype));
+  WB_CHECK(columns * size % 16 == 0, "rows of {} must be multiples of {} elements, got {}", name, 16 / size, columns);
   const cuuint32_t rank = planes > 0 ? 3 : 2;
   // An empty tensor is never loaded from, but every extent must be at least 1.
   const cuuint64_t extents[3] = {static_cast<cuuint64_t>(std::max<std::int64_t>(columns, 1)), static_cast<cuuint64_t>(std::max<std::int64_t>(rows, 1)),
                                  static_cast<cuuint64_t>(std::max<std::int64_t>(planes, 1))};
-  const cuuint64_t strides[2] = {extents[0] * 2, extents[0] * extents[1] * 2};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
+  const cuuint64_t strides[2] = {extents[0] * static_cast<cuuint64_t>(size), extents[0] * extents[1] * static_cast<cuuint64_t>(size)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), extents, strides, box, steps,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder()(&map, dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, rank,
+                                    const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     WB_FAIL(ErrorCode::kCuda, "cuTensorMapEncodeTiled of {} [{}, {}, {}] failed with driver error {}", name, planes, rows, columns, static_cast<int>(result));
   }

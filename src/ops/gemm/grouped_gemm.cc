@@ -4,7 +4,9 @@
 
 #include <algorithm>
 
+#include "core/implementation.h"
 #include "ops/gemm/bias_grad.h"
+#include "ops/gemm/device_backend.h"
 #include "ops/gemm/gemm_engine.h"
 #include "ops/gemm/gemm_ref.h"
 #include "ops/gemm/grouped_gemm_checks.h"
@@ -36,10 +38,45 @@ void set_output(GemmBatch& batch, const TensorView& c, std::int64_t stride, std:
   batch.accumulate = accumulate;
 }
 
+using detail::GemmCall;
+using detail::GemmDeviceBackend;
+using detail::GemmDeviceOp;
+
+template <class Args, GemmDeviceOp<Args> GemmDeviceBackend::*kOp, bool kPortable>
+std::string refuse_device(const GemmCall<Args>& call) {
+  if (detail::g_gemm_device_backend == nullptr) return "no CUDA backend is linked";
+  return (detail::g_gemm_device_backend->*kOp).refuse(call, kPortable);
+}
+template <class Args, GemmDeviceOp<Args> GemmDeviceBackend::*kOp, bool kPortable>
+void run_device(const GemmCall<Args>& call) {
+  (detail::g_gemm_device_backend->*kOp).run(call, kPortable);
+}
+
+// Runs the call where its tensors are on a GPU; false: they are on the CPU.
+template <class Args, GemmDeviceOp<Args> GemmDeviceBackend::*kOp>
+bool on_device(const char* op, const Args& args, const detail::GroupedShape& shape, const TensorView& weights, Stream stream) {
+  static constexpr Implementation<GemmCall<Args>> kList[] = {
+      {"cuda", refuse_device<Args, kOp, false>, run_device<Args, kOp, false>},
+      {"cuda_portable", refuse_device<Args, kOp, true>, run_device<Args, kOp, true>},
+  };
+  if (weights.device.type == DeviceType::kCpu) return false;
+  WB_CHECK(stream.device == weights.device, "{}: the stream is on {}, the tensors are on {}", op, to_string(stream.device), to_string(weights.device));
+  const GemmCall<Args> call{args, shape, stream};
+  select_implementation("gemm", kList, call).run(call);
+  return true;
+}
+
 }  // namespace
+
+namespace detail {
+
+const GemmDeviceBackend* g_gemm_device_backend = nullptr;
+
+}  // namespace detail
 
 void grouped_gemm(const GroupedGemmArgs& args, Stream stream) {
   const detail::GroupedShape shape = detail::check(args);
+  if (on_device<GroupedGemmArgs, &GemmDeviceBackend::forward>("grouped_gemm", args, shape, args.weights, stream)) return;
   const detail::KernelSet* kernels = detail::selected_kernels();
   if (kernels == nullptr) return grouped_gemm_ref(args);
   const bool lnc = args.layout == WeightLayout::kLNC;
@@ -61,6 +98,7 @@ void grouped_gemm(const GroupedGemmArgs& args, Stream stream) {
 
 void grouped_gemm_dgrad(const GroupedGemmDgradArgs& args, Stream stream) {
   const detail::GroupedShape shape = detail::check(args);
+  if (on_device<GroupedGemmDgradArgs, &GemmDeviceBackend::dgrad>("grouped_gemm_dgrad", args, shape, args.weights, stream)) return;
   const detail::KernelSet* kernels = detail::selected_kernels();
   if (kernels == nullptr) return grouped_gemm_dgrad_ref(args);
   const bool lnc = args.layout == WeightLayout::kLNC;
@@ -78,6 +116,7 @@ void grouped_gemm_dgrad(const GroupedGemmDgradArgs& args, Stream stream) {
 
 void grouped_gemm_wgrad(const GroupedGemmWgradArgs& args, Stream stream) {
   const detail::GroupedShape shape = detail::check(args);
+  if (on_device<GroupedGemmWgradArgs, &GemmDeviceBackend::wgrad>("grouped_gemm_wgrad", args, shape, args.d_weights, stream)) return;
   const detail::KernelSet* kernels = detail::selected_kernels();
   if (kernels == nullptr) return grouped_gemm_wgrad_ref(args);
   Operand a = operand(args.a, 1, shape.C);

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a warpgroup's accumulators to D: no shared memory, no barrier, 16-byte stores that stop at the group's last row and D's last column.
+// From a warpgroup's accumulators to D. Each warp turns its 16 rows around in shared memory of its own, 128 bytes of each row at a time, and
+// the copy engine stores (or adds) them while the warp goes on; no barrier beyond the warp. Where some of the 16 rows lie behind the group's
+// end, and with a single buffer, the lanes store themselves, 8 of them 128 adjacent bytes. D's last column stops both.
 //
 // Lane layout of m64nN accumulators: thread t holds, of rows 16 * (t / 32) + (t % 32) / 4 and that + 8, columns 8 j + 2 (t % 4) + {0, 1} in
-// acc[4 j + {0, 1}] and acc[4 j + {2, 3}]. The four lanes of a row exchange values so that each stores 16 adjacent bytes.
+// acc[4 j + {0, 1}] and acc[4 j + {2, 3}].
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,64 +21,85 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   return bits;
 }
 
-// Lane q of four holds column pair q of blocks 0..3 (8 columns each); afterwards it holds all four pairs of block q.
-__device__ __forceinline__ uint4 transpose_quad(unsigned b0, unsigned b1, unsigned b2, unsigned b3, int q) {
-  const bool odd = (q & 1) != 0, high = (q & 2) != 0;
-  const unsigned from_low = __shfl_xor_sync(ptx::kFullWarp, odd ? b0 : b1, 1), from_high = __shfl_xor_sync(ptx::kFullWarp, odd ? b2 : b3, 1);
-  const unsigned low0 = odd ? from_low : b0, low1 = odd ? b1 : from_low;      // block q & 1: the pairs of this half of the quad
-  const unsigned high0 = odd ? from_high : b2, high1 = odd ? b3 : from_high;  // block 2 + (q & 1)
-  const unsigned got0 = __shfl_xor_sync(ptx::kFullWarp, high ? low0 : high0, 2), got1 = __shfl_xor_sync(ptx::kFullWarp, high ? low1 : high1, 2);
-  return high ? make_uint4(got0, got1, high0, high1) : make_uint4(low0, low1, got0, got1);
-}
+// A buffer: 16 rows of 128 bytes; 16-byte piece c of row r lies at piece c ^ (r & 7): the copy engine's swizzle, without bank conflicts.
+__device__ __forceinline__ std::uint32_t piece_offset(int row, int piece) { return static_cast<std::uint32_t>(row * 128 + ((piece ^ (row & 7)) << 4)); }
 
-// Rows `row` and row + 8 of this thread; `valid` of the warpgroup's 64 rows exist. d: row 0, column 0 of the warpgroup's block.
+// Columns 64 `group` .. + 63 of the warp's rows as bf16.
 template <int kBlockN>
-__device__ __forceinline__ void store_bf16(const float (&acc)[kBlockN / 2], __nv_bfloat16* d, std::int64_t stride, int row, int valid, int columns, int q) {
+__device__ __forceinline__ void fill_bf16(const float (&acc)[kBlockN / 2], int group, std::uint8_t* buffer, int lane) {
+  const int matrix = lane / 8, row = (matrix & 1) * 8 + lane % 8;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    __nv_bfloat16* out = d + (row + 8 * half) * stride + 8 * q;
-    const bool is_row = row + 8 * half < valid;
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; j += 4) {
-      const int at = 4 * j + 2 * half;
-      const uint4 v = transpose_quad(pack_bf16(acc[at], acc[at + 1]), pack_bf16(acc[at + 4], acc[at + 5]), pack_bf16(acc[at + 8], acc[at + 9]),
-                                     pack_bf16(acc[at + 12], acc[at + 13]), q);
-      if (is_row && 8 * (j + q) < columns) *reinterpret_cast<uint4*>(out + 8 * j) = v;
-    }
+  for (int j = 0; j < 8; j += 2) {
+    const int at = 4 * (8 * group + j);
+    ptx::store_matrix_x4(ptx::smem_address(buffer) + piece_offset(row, j + (matrix >> 1)), pack_bf16(acc[at], acc[at + 1]),
+                         pack_bf16(acc[at + 2], acc[at + 3]), pack_bf16(acc[at + 4], acc[at + 5]), pack_bf16(acc[at + 6], acc[at + 7]));
   }
 }
 
-template <int kBlockN, bool kAdd>
-__device__ __forceinline__ void store_f32(const float (&acc)[kBlockN / 2], float* d, std::int64_t stride, int row, int valid, int columns, int q) {
-  const bool odd = (q & 1) != 0;
-  const int column = 8 * (q & 1) + 4 * (q >> 1);
+// Columns 32 `group` .. + 31 of the warp's rows as fp32.
+template <int kBlockN>
+__device__ __forceinline__ void fill_f32(const float (&acc)[kBlockN / 2], int group, std::uint8_t* buffer, int lane) {
+  const int row = lane / 4, q = lane % 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float* out = d + (row + 8 * half) * stride + column;
-    const bool is_row = row + 8 * half < valid;
+  for (int j = 0; j < 4; ++j) {
+    const int at = 4 * (4 * group + j);
+    *reinterpret_cast<float2*>(buffer + piece_offset(row, 2 * j + q / 2) + 8 * (q & 1)) = make_float2(acc[at], acc[at + 1]);
+    *reinterpret_cast<float2*>(buffer + piece_offset(row + 8, 2 * j + q / 2) + 8 * (q & 1)) = make_float2(acc[at + 2], acc[at + 3]);
+  }
+}
+
+// Where a warp stores: its first row (of D's rows, in plane `plane`) and the tile's first column; `rows` of its 16 rows exist, `columns` of
+// the tile's columns.
+struct WarpTarget {
+  int plane, row, column, rows, columns, lane;
+  std::int64_t first;  // element (row, column) of D
+};
+
+template <int kBlockN, GemmOutput kOutput, int kBuffers>
+__device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std::uint8_t* buffers, const GroupedParams& p, const WarpTarget& to) {
+  constexpr int kSize = kOutput == GemmOutput::kBf16 ? 2 : 4, kColumns = 128 / kSize, kGroups = kBlockN / kColumns;
+  static_assert(kGroups % kBuffers == 0, "buffers are used in turn");
+  const bool by_copy_engine = kBuffers > 1 && to.rows >= gemm_limits::kBufferRows;
 #pragma unroll
-    for (int j = 0; j < kBlockN / 8; j += 2) {
-      const int at = 4 * j + 2 * half;  // even lanes store four columns of block j, odd lanes of block j + 1
-      const float x = __shfl_xor_sync(ptx::kFullWarp, odd ? acc[at] : acc[at + 4], 1), y = __shfl_xor_sync(ptx::kFullWarp, odd ? acc[at + 1] : acc[at + 5], 1);
-      const float4 v = odd ? make_float4(x, y, acc[at + 4], acc[at + 5]) : make_float4(acc[at], acc[at + 1], x, y);
-      if (!is_row || 8 * j + column >= columns) continue;
-      if constexpr (kAdd) {
-        ptx::red_add_v4(out + 8 * j, v.x, v.y, v.z, v.w);
-      } else {
-        *reinterpret_cast<float4*>(out + 8 * j) = v;
+  for (int group = 0; group < kGroups; ++group) {
+    std::uint8_t* buffer = buffers + group % kBuffers * gemm_limits::kBufferBytes;
+    if constexpr (kBuffers > 1) {
+      if (to.lane == 0) ptx::bulk_wait_read<kBuffers - 1>();
+      __syncwarp();
+    }
+    if constexpr (kOutput == GemmOutput::kBf16) {
+      fill_bf16<kBlockN>(acc, group, buffer, to.lane);
+    } else {
+      fill_f32<kBlockN>(acc, group, buffer, to.lane);
+    }
+    if (by_copy_engine) {
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (to.lane == 0) {
+        if constexpr (kOutput == GemmOutput::kAddF32) {
+          ptx::tensor_add_3d(&p.d, buffer, to.column + group * kColumns, to.row, to.plane);
+        } else {
+          ptx::tensor_store_3d(&p.d, buffer, to.column + group * kColumns, to.row, to.plane);
+        }
       }
+    } else {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 4 * i + to.lane / 8, column = group * kColumns + to.lane % 8 * (16 / kSize);
+        const uint4 v = *reinterpret_cast<const uint4*>(buffer + piece_offset(row, to.lane % 8));
+        if (row >= to.rows || column >= to.columns) continue;
+        std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (to.first + static_cast<std::int64_t>(row) * p.n + column) * kSize;
+        if constexpr (kOutput == GemmOutput::kAddF32) {
+          ptx::red_add_v4(reinterpret_cast<float*>(out), make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)));
+        } else {
+          *reinterpret_cast<uint4*>(out) = v;
+        }
+      }
+      __syncwarp();
     }
-  }
-}
-
-template <int kBlockN, GemmOutput kOutput>
-__device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], void* d, std::int64_t first, std::int64_t stride, int thread, int valid,
-                                           int columns) {
-  const int row = 16 * (thread / 32) + (thread % 32) / 4, q = thread % 4;
-  if constexpr (kOutput == GemmOutput::kBf16) {
-    store_bf16<kBlockN>(acc, static_cast<__nv_bfloat16*>(d) + first, stride, row, valid, columns, q);
-  } else {
-    store_f32<kBlockN, kOutput == GemmOutput::kAddF32>(acc, static_cast<float*>(d) + first, stride, row, valid, columns, q);
+    // Also an empty group counts, so that waiting for all but the last few finds the right ones.
+    if (kBuffers > 1 && to.lane == 0) ptx::bulk_commit();
   }
 }
 
@@ -110,26 +133,19 @@ __device__ __forceinline__ void write_partial(const float (&acc)[kBlockN / 2], f
   }
 }
 
-// acc = the sum over slices, in the order of the slices. 8 loads of a thread are under way together (16 cost spills).
+// acc += the partial sums of another slice. 8 loads of a thread are under way together (more cost spills).
 template <int kBlockN>
-__device__ __forceinline__ void sum_partials(float (&acc)[kBlockN / 2], const float* partials, std::int64_t stride, int num_slices, int thread) {
+__device__ __forceinline__ void add_partial(float (&acc)[kBlockN / 2], const float* partial, int thread) {
   constexpr int kGroup = 8;
-  static_assert(kBlockN / 8 % kGroup == 0);
 #pragma unroll
   for (int first = 0; first < kBlockN / 8; first += kGroup) {
-    const float4* partial = reinterpret_cast<const float4*>(partials) + first * 128 + thread;
+    float4 v[kGroup];
 #pragma unroll
-    for (int i = 4 * first; i < 4 * (first + kGroup); ++i) acc[i] = 0;
-#pragma unroll 1
-    for (int s = 0; s < num_slices; ++s, partial += stride / 4) {
-      float4 v[kGroup];
+    for (int i = 0; i < kGroup; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(partial) + (first + i) * 128 + thread);
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = __ldcg(partial + i * 128);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const int at = 4 * (first + i);
-        acc[at] += v[i].x, acc[at + 1] += v[i].y, acc[at + 2] += v[i].z, acc[at + 3] += v[i].w;
-      }
+    for (int i = 0; i < kGroup; ++i) {
+      const int at = 4 * (first + i);
+      acc[at] += v[i].x, acc[at + 1] += v[i].y, acc[at + 2] += v[i].z, acc[at + 3] += v[i].w;
     }
   }
 }

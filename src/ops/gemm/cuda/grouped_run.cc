@@ -37,7 +37,8 @@ const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& 
   for (const GemmKernel& kernel : kernels_of(form, output)) {
     if (kernel.tile == tile) return kernel;
   }
-  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages and clusters of {}", tile.block_n, tile.stages, tile.cluster);
+  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n, tile.stages, tile.cluster,
+          tile.buffers);
 }
 
 struct LaunchRoom {
@@ -134,7 +135,7 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
 }
 
 std::string describe(const GemmTuning& t) {
-  return fmt::format("128x{}x64, {} stages, cluster {}, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.band);
+  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers, t.band);
 }
 
 void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int device, cudaStream_t stream) {
@@ -144,24 +145,30 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   const GemmKernel& kernel = find_kernel(p.form, p.output, tuning.tile);
   const int clusters = resident_clusters(kernel, device);
   const std::int64_t n_tiles = div_up(p.n, tuning.tile.block_n);
+  const auto map = [](const char* name, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows) {
+    return make_tensor_map(name, DType::kBF16, data, planes, rows, columns, box_rows);
+  };
   GroupedParams params{};
-  params.a = is_tn ? make_tensor_map_bf16("a", p.a, 0, p.rows, p.m, kBlockK / 2) : make_tensor_map_bf16("a", p.a, 0, p.rows, p.k, kBlockM / 2);
-  params.b = p.form == GemmForm::kNT   ? make_tensor_map_bf16("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
-             : p.form == GemmForm::kNN ? make_tensor_map_bf16("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
-                                       : make_tensor_map_bf16("b", p.b, 1, p.rows, p.n, kBlockK / 2);
+  params.a = is_tn ? map("a", p.a, 0, p.rows, p.m, kBlockK / 2) : map("a", p.a, 0, p.rows, p.k, kBlockM / 2);
+  params.b = p.form == GemmForm::kNT   ? map("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
+             : p.form == GemmForm::kNN ? map("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
+                                       : map("b", p.b, 1, p.rows, p.n, kBlockK / 2);
+  params.d = make_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
+                             gemm_limits::kBufferRows);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
-  params.band = tuning.band, params.d = p.d, params.bias = p.bias, params.status = p.status;
+  params.band = tuning.band, params.d_data = p.d, params.bias = p.bias, params.status = p.status;
   std::int64_t units = 0;
   std::size_t split_units = 0;
-  params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
+  params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
   if (is_tn) {
     const std::int64_t tiles = units_of_tiles(div_up(p.m, kBlockM), n_tiles, tuning.tile.cluster);
     // One group of many tiles fills the GPU by itself.
-    if (tuning.slices_per_cluster > 0 && tiles < 4 * clusters && p.rows >= 2 * kBlockK * tuning.min_slice_blocks) {
+    if (tuning.slices_per_cluster > 0 && tiles < tuning.slices_per_cluster * clusters && p.rows >= 2 * kBlockK * tuning.min_slice_blocks) {
       params.slices_per_cluster = tuning.slices_per_cluster, params.min_slice_blocks = std::max(tuning.min_slice_blocks, 8);
       params.max_split_units = gemm_limits::max_split_units(clusters, tuning.slices_per_cluster);
       split_units = static_cast<std::size_t>(params.max_split_units);
+      params.num_passes = static_cast<int>(std::clamp<std::int64_t>(1024 / p.groups, 2, 12));
     }
     units = std::min<std::int64_t>(p.groups * tiles + params.max_split_units, clusters);
   } else {
@@ -175,9 +182,26 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   WB_TRY_CUDA(cudaLaunchKernelExC(&room.config, reinterpret_cast<const void*>(kernel.kernel), arguments));
 }
 
-GemmTuning choose_tuning(const GroupedProblem& problem, int num_sms) {
-  (void)problem, (void)num_sms;
-  return {};
+GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
+  // What a full wave of each tile costs, beside its width; measured (docs/perf/grouped-gemm.md).
+  struct Choice {
+    GemmTile tile;
+    double cost;
+  };
+  static constexpr Choice kChoices[] = {
+      {{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.05}, {{128, 6, 2, 2}, 1.1}, {{256, 4, 1, 2}, 1.06}, {{128, 6, 1, 2}, 1.14},
+  };
+  GemmTuning best;
+  double best_cost = 0;
+  for (const Choice& choice : kChoices) {
+    // wgrad is bound by the operands' way to the tensor cores: narrow tiles only where the result is narrow.
+    if (p.form == GemmForm::kTN && choice.tile.block_n != (p.n <= 128 ? 128 : 256)) continue;
+    const std::int64_t mean = p.form == GemmForm::kTN ? p.m : div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
+    const std::int64_t units = p.groups * units_of_tiles(div_up(mean, kBlockM), div_up(p.n, choice.tile.block_n), choice.tile.cluster);
+    const double cost = static_cast<double>(div_up(units, num_sms / choice.tile.cluster) * choice.tile.block_n) * choice.cost;
+    if (best_cost == 0 || cost < best_cost) best.tile = choice.tile, best_cost = cost;
+  }
+  return best;
 }
 
 }  // namespace waybill::cuda

@@ -20,25 +20,26 @@
 
 namespace waybill::cuda {
 
-template <GemmForm kForm_, GemmOutput kOutput_, int kBlockN_, int kStages_, int kCluster_>
+template <GemmForm kForm_, GemmOutput kOutput_, int kBlockN_, int kStages_, int kCluster_, int kBuffers_>
 struct GroupedConfig {
   static constexpr GemmForm kForm = kForm_;
   static constexpr GemmOutput kOutput = kOutput_;
-  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_;
+  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
   static constexpr bool kMajorA = kForm != GemmForm::kTN, kMajorB = kForm == GemmForm::kNT;  // K-major
   static constexpr int kBytesA = gemm_limits::kBlockM * gemm_limits::kBlockBytes, kBytesB = kBlockN * gemm_limits::kBlockBytes;
-  static constexpr int kThreads = 384, kMathWarps = 8;
+  static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps;
   static_assert(kBlockN % 64 == 0 && (kCluster == 1 || kCluster == 2));
 };
 
 template <class C>
 struct GroupedShared {
   std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
+  std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
   std::uint64_t full[C::kStages], empty[C::kStages];
-  std::uint64_t unit_full[2], unit_empty[2], ticket_full[2], ticket_empty[2];
+  std::uint64_t unit_full[2], unit_empty[2], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[2];
   std::uint32_t ticket[2];
-  int is_last[2];
+  int came_second[2];
 };
 
 // The value of lane 0, known to be the same in all lanes: what branches around matrix instructions must depend on.
@@ -65,6 +66,8 @@ __device__ void draw_units(const GroupedParams& p, GroupedShared<C>& shared, int
   for (int drawn = 0;; ++drawn) {
     ptx::mbarrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
     if (drawn > 0) {
+      // As late as possible: a unit drawn early waits behind this cluster's current one while others run dry.
+      ptx::mbarrier_wait(&shared.unit_wanted, static_cast<std::uint32_t>(drawn - 1) & 1u);
       std::uint32_t ticket = 0;
       if (rank == 0) {
         if (lane == 0) ticket = atomicAdd(p.ticket, 1u) + static_cast<std::uint32_t>(num_clusters);
@@ -167,7 +170,11 @@ __device__ void copy_blocks(const GroupedParams& p, GroupedShared<C>& shared, in
     const bool shared_a = is_pair && u.pair == kPairN, shared_b = is_pair && u.pair == kPairM, has_columns = u.n0 < p.n;
     const int halves = u.m_valid > 64 ? 2 : 1;
     const std::uint32_t bytes = static_cast<std::uint32_t>((shared_a || has_columns ? halves * gemm_limits::kHalfBytes : 0) + (has_columns ? C::kBytesB : 0));
+    // The next unit is asked for when the drawing is sure to end before this unit's copies do.
+    constexpr int kLead = 8;
+    if (u.num_blocks == 0) ptx::mbarrier_arrive(&shared.unit_wanted);
     for (int block = 0; block < u.num_blocks; ++block) {
+      if (block == max(u.num_blocks - kLead, 0)) ptx::mbarrier_arrive(&shared.unit_wanted);
       ptx::mbarrier_wait(&shared.empty[stages.slot], stages.parity ^ 1);
       std::uint64_t* bar = &shared.full[stages.slot];
       std::uint8_t* to = shared.stages[stages.slot];
@@ -208,26 +215,41 @@ __device__ __forceinline__ void clear_tail(std::uint8_t* a, std::uint8_t* b, int
   ptx::named_barrier(barrier, 128);
 }
 
-// True for the warpgroup that arrives last at a tile cut into slices: it holds the whole sum then.
+// A tile cut into slices: neighbours meet in pairs, pairs of pairs after that, and so on; who comes second at a meeting adds what the first
+// left in memory and goes on. The tree depends on the number of slices only, and a + b = b + a, so the sum does not depend on who came when.
+// True for the warpgroup that holds the whole sum.
 template <class C>
 __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const GroupedParams& p, const Unit& u, int rank, int warpgroup, int thread,
-                                            int* is_last) {
+                                            int* came_second) {
   constexpr std::int64_t kFloats = 64 * C::kBlockN;
-  const auto place = [&](int slot) { return (static_cast<std::int64_t>(slot) * C::kCluster + rank) * 2 + warpgroup; };
-  write_partial<C::kBlockN>(acc, p.partials + place(u.slot) * kFloats, thread);
-  __threadfence();
-  ptx::named_barrier(1 + warpgroup, 128);
-  if (thread == 0) {
-    std::uint32_t* arrivals = p.arrivals + place(u.first_slot);
-    const bool last = atomicAdd(arrivals, 1u) == static_cast<std::uint32_t>(u.num_slices) - 1;
-    if (last) atomicExch(arrivals, 0u);
-    *is_last = last ? 1 : 0;
-    __threadfence();
+  const auto place = [&](int slice) { return (static_cast<std::int64_t>(u.first_slot + slice * u.slot_stride) * C::kCluster + rank) * 2 + warpgroup; };
+  int slice = u.slice;  // the first one that acc holds
+#pragma unroll 1
+  for (int bit = 1; bit < u.num_slices; bit *= 2) {
+    const int right = slice | bit;
+    if (right >= u.num_slices) continue;  // nobody to meet at this level
+    std::uint32_t* arrivals = p.arrivals + place(right);
+    const auto arrive = [&](bool only_look) {
+      if (thread == 0) {
+        const bool second = only_look ? *static_cast<volatile std::uint32_t*>(arrivals) == 1 : atomicAdd(arrivals, 1u) == 1;
+        if (second) atomicExch(arrivals, 0u);
+        *came_second = second ? 1 : 0;
+        __threadfence();
+      }
+      ptx::named_barrier(1 + warpgroup, 128);
+      const bool second = *static_cast<volatile int*>(came_second) != 0;
+      ptx::named_barrier(1 + warpgroup, 128);
+      return second;
+    };
+    if (!arrive(true)) {
+      write_partial<C::kBlockN>(acc, p.partials + place(slice) * kFloats, thread);
+      __threadfence();
+      ptx::named_barrier(1 + warpgroup, 128);
+      if (!arrive(false)) return false;
+    }
+    add_partial<C::kBlockN>(acc, p.partials + place(slice ^ bit) * kFloats, thread);
+    slice &= ~bit;
   }
-  ptx::named_barrier(1 + warpgroup, 128);
-  if (*static_cast<volatile int*>(is_last) == 0) return false;
-  sum_partials<C::kBlockN>(acc, p.partials + place(u.first_slot) * kFloats, static_cast<std::int64_t>(u.slot_stride) * C::kCluster * 2 * kFloats, u.num_slices,
-                           thread);
   return true;
 }
 
@@ -240,6 +262,8 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
   const auto hand_on = [&](int slot) {
     if (lane < C::kCluster) ptx::mbarrier_arrive_remote(peer_empty + static_cast<std::uint32_t>(slot) * 8);
   };
+  const int warp_row = 64 * warpgroup + 16 * (thread / 32);
+  std::uint8_t* buffers = shared.buffers[4 * warpgroup + thread / 32][0];
   Ring<2> units;
   Ring<C::kStages> stages;
   for (;;) {
@@ -250,8 +274,14 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&shared.unit_empty[units.slot]);
     units.advance();
-    if (u.num_blocks < 0) return;
+    if (u.num_blocks < 0) break;
     const int valid = min(u.m_valid - 64 * warpgroup, 64), columns = p.n - u.n0;
+    const auto first_element = [&](int row) {
+      return ((C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m : 0) + u.m0 + row) * static_cast<std::int64_t>(p.n) + u.n0;
+    };
+    const auto target = [&] {
+      return WarpTarget{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns, lane, first_element(warp_row)};
+    };
     if (valid <= 0 || columns <= 0) {
       for (int block = 0; block < u.num_blocks; ++block) {
         ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
@@ -261,10 +291,8 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
       }
       continue;
     }
-    const std::int64_t first = (C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m * p.n : 0) +
-                               (static_cast<std::int64_t>(u.m0) + 64 * warpgroup) * p.n + u.n0;
     if (C::kForm == GemmForm::kTN && u.num_blocks == 0) {
-      if (C::kOutput != GemmOutput::kAddF32) store_zeros<C::kBlockN, C::kOutput>(p.d, first, p.n, thread, valid, columns);
+      if (C::kOutput != GemmOutput::kAddF32) store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * warpgroup), p.n, thread, valid, columns);
       continue;
     }
     const auto descriptor_a = [&] {
@@ -297,14 +325,15 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
     ptx::wgmma_keep(acc);
     hand_on(previous);
     if (C::kForm == GemmForm::kTN && u.num_slices > 1) {
-      if (meet_slices<C>(acc, p, u, rank, warpgroup, thread, &shared.is_last[warpgroup])) {
-        store_tile<C::kBlockN, C::kOutput>(acc, p.d, first, p.n, thread, valid, columns);
+      if (meet_slices<C>(acc, p, u, rank, warpgroup, thread, &shared.came_second[warpgroup])) {
+        store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, buffers, p, target());
       }
       continue;
     }
     if (C::kForm != GemmForm::kTN && p.bias != nullptr) add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns, thread % 4);
-    store_tile<C::kBlockN, C::kOutput>(acc, p.d, first, p.n, thread, valid, columns);
+    store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, buffers, p, target());
   }
+  if (C::kBuffers > 1 && lane == 0) ptx::bulk_wait_read<0>();  // shared memory stays until it is read
 }
 
 template <class C>
@@ -312,15 +341,16 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   GroupedShared<C>& shared = *reinterpret_cast<GroupedShared<C>*>(shared_bytes);
-  static_assert(sizeof(GroupedShared<C>) <= gemm_limits::shared_bytes({C::kBlockN, C::kStages, C::kCluster}));
+  static_assert(sizeof(GroupedShared<C>) <= gemm_limits::shared_bytes({C::kBlockN, C::kStages, C::kCluster, C::kBuffers}));
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b);
+    ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b), ptx::prefetch_tensor_map(&p.d);
     for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(&shared.full[i], 1), ptx::mbarrier_init(&shared.empty[i], C::kCluster * C::kMathWarps);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + C::kMathWarps);
       ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     }
+    ptx::mbarrier_init(&shared.unit_wanted, 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();

@@ -16,14 +16,13 @@ enum PairMode : int { kPairM = 0, kPairN = 1 };
 struct alignas(16) Unit {
   int group, m0, m_valid, n0;         // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's 128 rows exist
   int k_row, num_blocks, k_tail, pair;  // kTN: first row; k_tail rows of the last block exist. num_blocks -1: no more units
-  int slice, num_slices, slot, first_slot;  // kTN: slots of the partial tiles: slice s of this tile is at first_slot + s * stride
-  int slot_stride, unused[3];
+  int slice, num_slices, first_slot, slot_stride;  // kTN: the partial tile of slice s is at first_slot + s * slot_stride
 };
 
 template <GemmForm kForm, int kBlockN, int kCluster>
 class UnitWalker {
  public:
-  __device__ UnitWalker(const GroupedParams& p, int lane, int num_clusters) : p_(p), lane_(lane) {
+  __device__ UnitWalker(const GroupedParams& p, int lane, int num_clusters) : p_(p), lane_(lane), pass_(p.max_split_units > 0 ? 0 : p.num_passes - 1) {
     q_tiles_ = (p.n + kBlockN - 1) / kBlockN;
     if constexpr (kForm == GemmForm::kTN) {
       tiles_ = units_of_tiles((p.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
@@ -55,13 +54,16 @@ class UnitWalker {
     return (m_tiles >> 1) * q_tiles_ + (m_tiles & 1) * ((q_tiles_ + 1) >> 1);
   }
   __device__ static int blocks_of(int rows) { return (rows + gemm_limits::kBlockK - 1) / gemm_limits::kBlockK; }
-  __device__ int slices_of(int blocks) const { return blocks >= 2 * slice_blocks_ ? blocks / slice_blocks_ : 1; }
+  __device__ int slices_of(int blocks) const { return max((blocks + slice_blocks_ / 2) / slice_blocks_, 1); }
   __device__ int units_of_rows(int rows, int group) const {
     if (group >= p_.groups) return 0;
     if constexpr (kForm == GemmForm::kTN) {
-      const int slices = slices_of(blocks_of(rows));
-      // Long groups first, so that the last units are short ones. An empty group's units write zeros.
-      return (slices > 1) == is_split_pass_ ? slices * tiles_ : 0;
+      // Groups in slices first, then the others from long to short in steps of 3/4, so that the last units are short. An empty group's units
+      // write zeros.
+      const int blocks = blocks_of(rows), slices = slices_of(blocks);
+      int pass = slices > 1 ? 0 : min(1, p_.num_passes - 1);
+      for (int limit = slice_blocks_; pass > 0 && pass < p_.num_passes - 1 && blocks <= limit; limit = limit * 3 / 4) ++pass;
+      return pass == pass_ ? slices * tiles_ : 0;
     } else {
       return units_of_tiles((rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
     }
@@ -91,8 +93,8 @@ class UnitWalker {
   __device__ bool next_window() {
     int next = base_group_ + 32;
     if (next >= p_.groups) {
-      if (kForm != GemmForm::kTN || !is_split_pass_) return false;
-      is_split_pass_ = false;
+      if (kForm != GemmForm::kTN || pass_ == p_.num_passes - 1) return false;
+      ++pass_;
       next = 0;
       fetch(0);
     }
@@ -108,13 +110,13 @@ class UnitWalker {
       const int blocks = blocks_of(rows), slices = slices_of(blocks), slice = local / tiles_;
       const int first = static_cast<int>(static_cast<long long>(slice) * blocks / slices);
       const int last = static_cast<int>(static_cast<long long>(slice + 1) * blocks / slices);
-      out.slice = slice, out.num_slices = slices, out.slot = unit, out.first_slot = unit - slice * tiles_, out.slot_stride = tiles_;
+      out.slice = slice, out.num_slices = slices, out.first_slot = unit - slice * tiles_, out.slot_stride = tiles_;
       out.k_row = begin + first * gemm_limits::kBlockK, out.num_blocks = last - first;
       out.k_tail = slice == slices - 1 && blocks > 0 ? rows - (blocks - 1) * gemm_limits::kBlockK : gemm_limits::kBlockK;
       local -= slice * tiles_;
     } else {
       m_tiles = (rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
-      out.slice = 0, out.num_slices = 1, out.slot = 0, out.first_slot = 0, out.slot_stride = 0;
+      out.slice = 0, out.num_slices = 1, out.first_slot = 0, out.slot_stride = 0;
       out.k_row = 0, out.num_blocks = blocks_of(p_.k), out.k_tail = gemm_limits::kBlockK;
     }
     const int pairs = m_tiles / kCluster;
@@ -142,7 +144,7 @@ class UnitWalker {
   int base_group_ = 0, base_unit_ = 0, window_units_ = 0;
   int lane_begin_ = 0, lane_rows_ = 0, lane_units_ = 0, lane_end_ = 0;
   int next_begin_ = 0, next_end_ = 0;
-  bool is_split_pass_ = kForm == GemmForm::kTN;
+  int pass_;
 };
 
 }  // namespace waybill::cuda

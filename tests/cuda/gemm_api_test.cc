@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// grouped_gemm() and its siblings on CUDA tensors against the same calls on the CPU's reference loops.
+#include <cmath>
+#include <cstdlib>
+
+#include "cuda/gemm_harness.h"
+#include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/gemm_ref.h"
+#include "waybill/grouped_gemm.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr Device kGpu{DeviceType::kCuda, 0};
+
+bool has_gpu() {
+  int count = 0;
+  const bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+  (void)cudaGetLastError();
+  return found;
+}
+
+// A tensor on both sides with the same values.
+struct Twin {
+  Tensor host;
+  DeviceBuffer memory;
+
+  Twin() = default;
+  Twin(DType dtype, std::initializer_list<std::int64_t> shape, unsigned seed) : host(dtype, shape), memory(bytes(host) + 16) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (std::int64_t i = 0; i < host.size(); ++i) {
+      if (dtype == DType::kF32) host.as<float>()[i] = normal(random);
+      if (dtype == DType::kBF16) host.as<bf16>()[i] = bf16(normal(random));
+    }
+    upload();
+  }
+  Twin(const std::vector<std::int32_t>& values) : host(DType::kI32, {static_cast<std::int64_t>(values.size())}), memory(values.size() * 4 + 16) {
+    std::copy(values.begin(), values.end(), host.as<std::int32_t>());
+    upload();
+  }
+  static std::size_t bytes(const Tensor& t) { return static_cast<std::size_t>(t.size()) * size_bytes(t.view().dtype); }
+  void upload() const {
+    memory.upload(host.view().data, bytes(host));
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
+  TensorView device() const {
+    TensorView view = host.view();
+    if (!host) return {};
+    view.data = memory.data(), view.device = kGpu;
+    return view;
+  }
+  float host_at(std::int64_t i) const { return host.view().dtype == DType::kF32 ? host.as<float>()[i] : static_cast<float>(host.as<bf16>()[i]); }
+  std::vector<float> download() const {
+    std::vector<std::byte> raw(bytes(host));
+    memory.download(raw.data(), raw.size());
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    std::vector<float> values(static_cast<std::size_t>(host.size()));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      if (host.view().dtype == DType::kF32) {
+        std::memcpy(&values[i], raw.data() + 4 * i, 4);
+      } else {
+        std::uint16_t bits;
+        std::memcpy(&bits, raw.data() + 2 * i, 2);
+        values[i] = bf16::to_float(bits);
+      }
+    }
+    return values;
+  }
+};
+
+// The device's values against the host tensor, to the rounding of its type and of fp32 sums.
+void expect_close(const Twin& twin, const std::string& what) {
+  const std::vector<float> got = twin.download();
+  const float step = twin.host.view().dtype == DType::kBF16 ? 0.0079f : 3e-5f;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const float want = twin.host_at(static_cast<std::int64_t>(i));
+    ASSERT_NEAR(got[i], want, step * std::fabs(want) + 3e-4f) << what << ", element " << i;
+  }
+}
+
+struct Sizes {
+  std::int64_t L = 5, N = 72, C = 104;
+  std::vector<std::int32_t> offsets = {0, 40, 40, 57, 190, 200};
+  std::int64_t rows = 210;
+};
+
+struct Variant {
+  DType operands, result;
+  WeightLayout layout;
+  bool accumulate, bias, listed;
+};
+
+std::vector<Variant> variants() {
+  std::vector<Variant> all;
+  for (const WeightLayout layout : {WeightLayout::kLNC, WeightLayout::kLCN}) {
+    for (const DType operands : {DType::kBF16, DType::kF32}) {
+      for (const bool listed : {false, true}) {
+        all.push_back({operands, DType::kBF16, layout, false, true, listed});
+        all.push_back({operands, DType::kF32, layout, false, false, listed});
+        all.push_back({operands, DType::kF32, layout, true, true, listed});
+      }
+    }
+  }
+  return all;
+}
+
+std::string text(const Variant& v) {
+  return std::string(to_string(v.operands)) + " to " + to_string(v.result) + (v.layout == WeightLayout::kLNC ? ", LNC" : ", LCN") +
+         (v.accumulate ? ", accumulate" : "") + (v.listed ? ", listed" : "");
+}
+
+std::vector<std::int32_t> row_list(const Sizes& s) {
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(s.rows));
+  for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = i % 11 == 5 ? -1 : static_cast<std::int32_t>((i * 37) % static_cast<std::size_t>(s.rows));
+  return rows;
+}
+
+Stream stream_of(const CudaStream& stream) { return Stream{kGpu, stream.get(), nullptr}; }
+
+Twin weights_twin(const Sizes& s, DType dtype, WeightLayout layout, unsigned seed) {
+  return layout == WeightLayout::kLNC ? Twin(dtype, {s.L, s.N, s.C}, seed) : Twin(dtype, {s.L, s.C, s.N}, seed);
+}
+
+TEST(GroupedGemmApiCuda, ForwardMatchesTheReference) {
+  if (!has_gpu()) GTEST_SKIP() << "needs a GPU";
+  register_gemm();
+  const Sizes s;
+  const CudaStream stream;
+  for (const Variant& v : variants()) {
+    const Twin a(v.operands, {s.rows, s.C}, 1), w = weights_twin(s, v.operands, v.layout, 2), y(v.result, {s.rows, s.N}, 3), bias(DType::kF32, {s.L, s.N}, 4);
+    const Twin offsets(s.offsets), rows(row_list(s));
+    GroupedGemmArgs host{a.host, w.host, offsets.host, y.host, v.layout}, device{a.device(), w.device(), offsets.device(), y.device(), v.layout};
+    host.accumulate = device.accumulate = v.accumulate;
+    if (v.bias) host.bias = bias.host, device.bias = bias.device();
+    if (v.listed) host.a_rows = rows.host, device.a_rows = rows.device();
+    grouped_gemm(device, stream_of(stream));
+    stream.synchronize();
+    grouped_gemm_ref(host);
+    expect_close(y, "forward " + text(v));
+  }
+}
+
+TEST(GroupedGemmApiCuda, DgradMatchesTheReference) {
+  if (!has_gpu()) GTEST_SKIP() << "needs a GPU";
+  register_gemm();
+  const Sizes s;
+  const CudaStream stream;
+  for (const Variant& v : variants()) {
+    if (v.listed) continue;
+    const Twin dy(v.operands, {s.rows, s.N}, 1), w = weights_twin(s, v.operands, v.layout, 2), da(v.result, {s.rows, s.C}, 3), offsets(s.offsets);
+    GroupedGemmDgradArgs host{dy.host, w.host, offsets.host, da.host, v.layout}, device{dy.device(), w.device(), offsets.device(), da.device(), v.layout};
+    host.accumulate = device.accumulate = v.accumulate;
+    grouped_gemm_dgrad(device, stream_of(stream));
+    stream.synchronize();
+    grouped_gemm_dgrad_ref(host);
+    expect_close(da, "dgrad " + text(v));
+  }
+}
+
+TEST(GroupedGemmApiCuda, WgradMatchesTheReference) {
+  if (!has_gpu()) GTEST_SKIP() << "needs a GPU";
+  register_gemm();
+  const Sizes s;
+  const CudaStream stream;
+  for (const Variant& v : variants()) {
+    const Twin a(v.operands, {s.rows, s.C}, 1), dy(v.operands, {s.rows, s.N}, 2), dw = weights_twin(s, v.result, v.layout, 3), db(DType::kF32, {s.L, s.N}, 4);
+    const Twin offsets(s.offsets), rows(row_list(s));
+    GroupedGemmWgradArgs host{a.host, dy.host, offsets.host, dw.host, v.layout}, device{a.device(), dy.device(), offsets.device(), dw.device(), v.layout};
+    host.accumulate = device.accumulate = v.accumulate;
+    host.d_bias = db.host, device.d_bias = db.device();
+    if (v.listed) host.a_rows = rows.host, device.a_rows = rows.device();
+    grouped_gemm_wgrad(device, stream_of(stream));
+    stream.synchronize();
+    grouped_gemm_wgrad_ref(host);
+    expect_close(dw, "wgrad " + text(v));
+    expect_close(db, "d_bias " + text(v));
+  }
+}
+
+TEST(GroupedGemmApiCuda, UnalignedOperandsTakeThePortableKernel) {
+  if (!has_gpu()) GTEST_SKIP() << "needs a GPU";
+  register_gemm();
+  Sizes s;
+  s.N = 37, s.C = 51;
+  const CudaStream stream;
+  const Twin a(DType::kBF16, {s.rows, s.C}, 1), w(DType::kBF16, {s.L, s.N, s.C}, 2), y(DType::kBF16, {s.rows, s.N}, 3), offsets(s.offsets);
+  grouped_gemm({a.device(), w.device(), offsets.device(), y.device()}, stream_of(stream));
+  stream.synchronize();
+  grouped_gemm_ref({a.host, w.host, offsets.host, y.host});
+  expect_close(y, "37 x 51");
+}
+
+TEST(GroupedGemmApiCuda, WrongDevicesAreRefusedBeforeALaunch) {
+  if (!has_gpu()) GTEST_SKIP() << "needs a GPU";
+  register_gemm();
+  const Sizes s;
+  const CudaStream stream;
+  const Twin a(DType::kBF16, {s.rows, s.C}, 1), w(DType::kBF16, {s.L, s.N, s.C}, 2), y(DType::kBF16, {s.rows, s.N}, 3), offsets(s.offsets);
+  const auto message = [&](const GroupedGemmArgs& args, Stream on) {
+    try {
+      grouped_gemm(args, on);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_EQ(message({a.host, w.device(), offsets.device(), y.device()}, stream_of(stream)), "grouped_gemm: a is not on cuda:0: bf16 [210, 104] on cpu");
+  EXPECT_EQ(message({a.device(), w.device(), offsets.host, y.device()}, stream_of(stream)), "grouped_gemm: offsets is not on cuda:0: i32 [6] on cpu");
+  EXPECT_EQ(message({a.device(), w.device(), offsets.device(), y.device()}, Stream::cpu()), "grouped_gemm: the stream is on cpu, the tensors are on cuda:0");
+  TensorView odd = a.device();
+  odd.data = static_cast<std::byte*>(odd.data) + 1;
+  EXPECT_NE(message({odd, w.device(), offsets.device(), y.device()}, stream_of(stream)).find("must be aligned to its elements of 2 bytes"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace waybill::cuda
