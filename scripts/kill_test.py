@@ -22,7 +22,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETTINGS = ["train.checkpoint_every=1", "train.keep_checkpoints=2", "train.eval_every=0", "train.final_eval_sequences=4", "train.sample_tokens=0",
-            "train.measure_ceiling=false", "train.warmup_steps=2", "model.H=128", "moe.F=64"]  # fmt: skip
+            "train.measure_ceiling=false", "train.warmup_steps=0", "model.H=128", "moe.F=64",
+            "train.learning_rate=0.003", "train.min_learning_rate=0.003"]  # the rate must not depend on train.steps  # fmt: skip
 MANY_STEPS = 1000000000
 
 
