@@ -71,5 +71,17 @@ TEST(CoreCuda, TheReportNamesTheGpuAndWhatRunsOnIt) {
   std::fputs(text.c_str(), stdout);
 }
 
+TEST(CoreCuda, NcclHeaderAndLibraryThatDifferAreNamedWithTheMend) {
+  EXPECT_EQ(compare_nccl(22809, 22809).level, Finding::kOk);
+  EXPECT_EQ(compare_nccl(0, 22809).level, Finding::kOk);
+  EXPECT_EQ(compare_nccl(22809, 0).level, Finding::kOk);
+  const Finding older = compare_nccl(22809, 22707), newer = compare_nccl(22809, 23001), other = compare_nccl(30000, 22809);
+  EXPECT_EQ(older.level, Finding::kError);
+  EXPECT_THAT(older.text, HasSubstr("built with the header of 2.28.9, the library found is 2.27.7"));
+  EXPECT_THAT(older.mend, HasSubstr("LD_LIBRARY_PATH"));
+  EXPECT_EQ(newer.level, Finding::kWarning);
+  EXPECT_EQ(other.level, Finding::kError);
+}
+
 }  // namespace
 }  // namespace waybill::cuda

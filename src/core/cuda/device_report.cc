@@ -8,6 +8,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if __has_include(<nccl.h>)
+#include <nccl.h>
+#endif
+
 namespace waybill::cuda {
 namespace {
 
@@ -104,11 +108,22 @@ GpuInfo read_gpu(int index, int count, const Management& management) {
   return gpu;
 }
 
+std::string nccl_version(int code) { return fmt::format("{}.{}.{}", code / 10000, code / 100 % 100, code % 100); }
+
+// Version code of the NCCL header this build saw; 0: none.
+#if defined(NCCL_VERSION_CODE)
+constexpr int kNcclHeader = NCCL_VERSION_CODE;
+#else
+constexpr int kNcclHeader = 0;
+#endif
+
 void check_nccl(DeviceReport& report) {
   Library nccl("libnccl.so.2");
   const auto get = nccl.get<int (*)(int*)>("ncclGetVersion");
   int version = 0;
-  if (get != nullptr && get(&version) == 0) report.nccl_library = fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+  if (get != nullptr && get(&version) == 0) report.nccl_library = nccl_version(version);
+  if (kNcclHeader != 0) report.nccl_header = nccl_version(kNcclHeader);
+  if (const Finding finding = compare_nccl(kNcclHeader, version); finding.level != Finding::kOk) report.findings.push_back(finding);
   if (report.nccl_library.empty()) {
     report.findings.push_back({Finding::kWarning, "NCCL was not found: one process can use the GPUs of this machine, several processes cannot",
                                "install NCCL 2.28.9 or put its folder on LD_LIBRARY_PATH"});
@@ -121,6 +136,17 @@ void check_nccl(DeviceReport& report) {
 }
 
 }  // namespace
+
+Finding compare_nccl(int header, int library) {
+  if (header == 0 || library == 0 || header == library) return {};
+  const bool other_major = header / 10000 != library / 10000;
+  return {other_major || library < header ? Finding::kError : Finding::kWarning,
+          fmt::format("NCCL differs: built with the header of {}, the library found is {}", nccl_version(header), nccl_version(library)),
+          other_major || library < header
+              ? fmt::format("put the library of {} first on LD_LIBRARY_PATH (LD_DEBUG=libs shows which one is taken), or build again with its header",
+                            nccl_version(header))
+              : "a newer library of the same major version serves; build again with its header to use what is new in it"};
+}
 
 DeviceReport device_report() {
   DeviceReport report;
@@ -157,8 +183,8 @@ DeviceReport device_report() {
 
 std::string describe(const DeviceReport& report) {
   const auto or_none = [](const std::string& s) { return s.empty() ? std::string("none") : s; };
-  std::string text = fmt::format("driver {}, CUDA driver {}, CUDA runtime {}, NCCL {}\n", or_none(report.driver_version), or_none(report.cuda_driver),
-                                 or_none(report.cuda_runtime), or_none(report.nccl_library));
+  std::string text = fmt::format("driver {}, CUDA driver {}, CUDA runtime {}, NCCL {} (header of the build: {})\n", or_none(report.driver_version),
+                                 or_none(report.cuda_driver), or_none(report.cuda_runtime), or_none(report.nccl_library), or_none(report.nccl_header));
   for (const GpuInfo& gpu : report.gpus) {
     text += fmt::format("cuda:{} {}, sm_{}{}, {} SMs, {:.1f} of {:.1f} GiB free, L2 {} MiB, SM clock up to {} MHz, peers {}, NVLinks {}: {}{}\n", gpu.index,
                         gpu.name, gpu.compute_major, gpu.compute_minor, gpu.num_sms, static_cast<double>(gpu.free_bytes) / 1073741824.0,

@@ -34,6 +34,9 @@ struct DeviceReport {
   std::vector<Finding> findings;
 };
 
+// Do the NCCL header of the build and the library of the run (version codes, 0 = none) go together? kOk without text where they do.
+Finding compare_nccl(int header, int library);
+
 DeviceReport device_report();
 std::string describe(const DeviceReport& report);  // lines of text
 

@@ -66,6 +66,16 @@ __device__ __forceinline__ void red_add(std::uint32_t* p, std::uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// --- copies of 16 bytes to shared memory (sm_80), asynchronous; with is_there false zeros are written and nothing is read ---
+__device__ __forceinline__ void copy_async_16(std::uint32_t smem, const void* gmem, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(is_there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // --- flags between CTAs and GPUs ---
 __device__ __forceinline__ std::uint32_t atom_add_acq_rel_gpu(std::uint32_t* p, std::uint32_t v) {
   std::uint32_t r;
