@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Router benchmark: checks what it times against the CPU references (router_check.h), then times it; prints a table and writes records
 // as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
-//   bench_cuda_router OUT.jsonl [filter]
+//   bench_cuda_router OUT.jsonl [filter [--variants]]     --variants: also without the parts of the policy table that can be switched off
 // Floors: bytes of one read of the logits and one write of the outputs over 4.29 TB/s, a fixed figure (docs/perf/router.md says where it
 // comes from). What this card copies is measured beside it: record "device_copy".
 #include <fmt/format.h>
@@ -12,11 +12,14 @@
 #include <random>
 #include <string>
 
+#include "bench/cuda/gate_bench.h"
 #include "bench/cuda/router_check.h"
 #include "bench/cuda/timing.h"
+#include "core/cuda/launch.h"
 #include "core/cuda/status_device.h"
 #include "cuda/device_random.h"
 #include "ops/router/cuda/router_cuda.h"
+#include "ops/router/cuda/tuning.h"
 #include "waybill/router.h"
 
 namespace waybill::cuda {
@@ -42,7 +45,7 @@ class Bench {
     config_.num_groups = c.G, config_.num_kept_groups = c.M, config_.scaling_factor = 1.0f;
     for (int s = 0; s < sets; ++s) {
       logits_.emplace_back(logits_bytes()), ids_.emplace_back(routes() * 2), weights_.emplace_back(routes() * 4), d_logits_.emplace_back(elements() * 4);
-      d_weights_.emplace_back(routes() * 4);
+      d_weights_.emplace_back(routes() * 4), factors_.emplace_back(static_cast<std::size_t>(c.T) * 4);
       fill_normal(logits_.back().data(), dtype, elements(), 100u + static_cast<unsigned>(s), 1.0f, nullptr);
       fill_normal(d_weights_.back().data(), DType::kF32, routes(), 900u + static_cast<unsigned>(s), 1.0f, nullptr);
     }
@@ -74,6 +77,7 @@ class Bench {
     const RouterInputs in = inputs(set);
     RouterOutputs out;
     out.route = route(set), out.offsets = offsets_.as<std::int32_t>();
+    if (c_.score == ScoreFunction::kSigmoid) out.weight_factors = factors_[static_cast<std::size_t>(set)].as<float>();
     if (!with_counts) out.route.counts = nullptr, out.offsets = nullptr;
     router_forward(router_impl::ForwardCall{config_, in, out, stream()}, portable);
   }
@@ -95,9 +99,13 @@ class Bench {
     const RouterLossInputs li = loss_inputs();
     router_losses_device(router_impl::LossesCall{config_, l, in, r, li, stream()}, loss_.as<double>());
   }
-  void backward(int i, bool with_losses, float loss_scale = 1.0f) const {
+  // with_factors: sigmoid's backward pass gets what the forward pass kept of each row.
+  void backward(int i, bool with_losses, float loss_scale = 1.0f, bool with_factors = true) const {
     const int set = i % sets_;
-    const RouterInputs in = inputs(set);
+    RouterInputs in = inputs(set);
+    if (with_factors && c_.score == ScoreFunction::kSigmoid) {
+      in.weight_factors = TensorView(factors_[static_cast<std::size_t>(set)].data(), DType::kF32, {c_.T}, device());
+    }
     const RouteView r = route(set);
     const RouterLossConfig l = with_losses ? loss_config() : RouterLossConfig{};
     const RouterLossInputs li = with_losses ? loss_inputs() : RouterLossInputs{};
@@ -117,10 +125,10 @@ class Bench {
     return !with_counts || counts_match(c_.E, whole<std::int16_t>(ids_[0], routes()), whole<std::int32_t>(counts_, E), whole<std::int32_t>(offsets_, E + 1));
   }
   // With losses their gradients are scaled until they are as large as the routes' part, so that the bound sees them.
-  bool check_backward(bool with_losses) const {
+  bool check_backward(bool with_losses, bool with_factors = true) const {
     const float loss_scale = with_losses ? static_cast<float>(elements()) : 1.0f;
     d_logits_[0].fill(0xff, stream_);
-    backward(0, with_losses, loss_scale);
+    backward(0, with_losses, loss_scale, with_factors);
     stream_.synchronize();
     const auto K = static_cast<std::size_t>(c_.K), E = static_cast<std::size_t>(c_.E);
     const SampleInputs in(*this);
@@ -178,12 +186,12 @@ class Bench {
   int sets_;
   RouterConfig config_;
   CudaStream stream_;
-  std::vector<DeviceBuffer> logits_, ids_, weights_, d_logits_, d_weights_;
+  std::vector<DeviceBuffer> logits_, ids_, weights_, d_logits_, d_weights_, factors_;
   DeviceBuffer counts_, offsets_, loss_, bias_;
 };
 
 std::FILE* g_out = nullptr;
-bool g_all_match = true;
+bool g_all_match = true, g_variants = false;
 
 struct Row {
   std::string op, name, variant;
@@ -265,6 +273,19 @@ Timing run_forward(const Case& c, const Problem& p) {
   record("router_fwd", p.name, "cold", cold, floor, is_f32 ? c.target_us : 0, checked);
   if (!p.big) record("router_fwd", p.name, "warm", p.time([&](int) { bench.forward(0); }), floor, 0, checked);
   if (is_f32) record("router_fwd", p.name, "cold, no counts", p.time([&](int i) { bench.forward(i, false); }), floor, 0, no_counts_checked);
+  if (is_f32) {
+    dependent_launches() = false;
+    record("router_fwd", p.name, "cold, launches in turn", p.time([&](int i) { bench.forward(i); }), floor, 0, checked);
+    dependent_launches() = true;
+  }
+  for (const int off : {1, 2, 3}) {
+    if (!g_variants) break;
+    router_tuning::policy() = {(off & 1) == 0, (off & 2) == 0};
+    const bool same = bench.check_forward(true, false);
+    record("router_fwd", p.name, fmt::format("cold{}{}", off & 1 ? ", no quads" : "", off & 2 ? ", ticket" : ""), p.time([&](int i) { bench.forward(i); }),
+           floor, 0, same);
+    router_tuning::policy() = {};
+  }
   if (with_portable) record("router_fwd", p.name, "portable", p.time([&](int i) { bench.forward(i, true, true); }, 3), floor, 0, portable_checked);
   return cold;
 }
@@ -287,6 +308,15 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
   const bool checked = bench.check_backward(false);
   const double floor = p.write_us + (dense ? p.read_us : 0) + 14.0 / 6.0 * p.route_us;
   record("router_bwd", p.name, "cold", p.time([&](int i) { bench.backward(i, false); }), floor, is_f32 ? (dense ? dense_target : sparse_target) : 0, checked);
+  if (is_f32) {
+    dependent_launches() = false;
+    record("router_bwd", p.name, "cold, launches in turn", p.time([&](int i) { bench.backward(i, false); }), floor, 0, checked);
+    dependent_launches() = true;
+  }
+  if (is_f32 && c.score == ScoreFunction::kSigmoid) {
+    const bool read_checked = bench.check_backward(false, false);
+    record("router_bwd", p.name, "cold, logits read", p.time([&](int i) { bench.backward(i, false, 1.0f, false); }), floor, 0, read_checked);
+  }
   if (!big) record("router_bwd", p.name, "warm", p.time([&](int) { bench.backward(0, false); }), floor, is_f32 && !dense && c.E == 256 ? 4.5 : 0, checked);
   if (c.E < 256) return;
   const bool losses_checked = bench.check_losses(), both_checked = bench.check_backward(true);
@@ -299,10 +329,19 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
   if (!dense) record_difference("losses on bwd", p.name, loss_backward, plain_backward, p.read_us, is_f32 && c.E == 2304 ? 25 : 0, checked && both_checked);
 }
 
+void run_gate(const GateShape& s) {
+  const GateBench bench(s);
+  const std::string name = fmt::format("T{} H{} E{} {}", s.T, s.H, s.E, name_of(s.dtype));
+  const bool checked = bench.check();
+  record("gate_fwd", name, "cuBLASLt", time_captured(bench.stream(), 12, 20, [&](int) { bench.forward(); }), bench.forward_floor_us(), 0, checked);
+  record("gate_bwd", name, "cuBLASLt", time_captured(bench.stream(), 12, 20, [&](int) { bench.backward(); }), bench.backward_floor_us(), 0, checked);
+}
+
 int main_checked(int argc, char** argv) {
   g_out = std::fopen(argc > 1 ? argv[1] : "router.jsonl", "w");
   WB_CHECK(g_out != nullptr, "cannot write {}", argc > 1 ? argv[1] : "router.jsonl");
   const std::string filter = argc > 2 ? argv[2] : "";
+  g_variants = argc > 3 && std::string(argv[3]) == "--variants";
   using S = ScoreFunction;
   const Case cases[] = {
       {"T8192 E2304 K36 softmax", 8192, 2304, 36, S::kSoftmax, false, 1, 1, false, 40},
@@ -325,6 +364,10 @@ int main_checked(int argc, char** argv) {
       const bool backward = dtype == DType::kF32 && !c.bias;
       run(c, dtype, backward, c.E == 2304 ? 28 : (c.E == 256 ? 6 : 0), c.E == 2304 ? 50 : 0);
     }
+  }
+  for (const GateShape& s : {GateShape{8192, 7168, 256, DType::kBF16}, GateShape{8192, 2048, 512, DType::kBF16}, GateShape{8192, 512, 2304, DType::kBF16},
+                             GateShape{16384, 2048, 128, DType::kBF16}, GateShape{8192, 2048, 512, DType::kF32}}) {
+    if (filter.empty() || filter == "gate") run_gate(s);
   }
   std::fclose(g_out);
   return g_all_match ? 0 : 1;

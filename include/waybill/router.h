@@ -68,6 +68,9 @@ struct RouterInputs {
   // [T, K] int16/int32 routes to take instead of choosing; or null. Order and -1 are kept; a slot whose expert is masked or has no
   // finite logit becomes -1 in place; an id outside [-1, E) becomes -1 and is counted in the status word (num_bad_ids).
   TensorView replay_ids;
+  // [T] fp32 of RouterOutputs::weight_factors of the forward pass that made the route, or null. Backward only: what it says about the
+  // scores of the chosen need not be read from the logits again. Gradients stay within fp32 rounding of those without it.
+  TensorView weight_factors;
   std::int64_t token_offset = 0;  // index of row 0 in the global batch (forced balance is the same at any P)
 };
 
@@ -76,6 +79,9 @@ struct RouterOutputs {
   std::int32_t* counts_unbiased = nullptr;  // [E] counts of the set chosen from these logits without bias and groups, when asked
   std::int32_t* offsets = nullptr;          // [E+1] prefix sum of counts, when asked
   std::int32_t* aligned_offsets = nullptr;  // [E+1] each expert rounded up to offset_alignment, when asked
+  // [T], when asked: f with weight = score * f for every route of the row (sigmoid; 0 where the row's weights are made otherwise, and for
+  // implementations and scores that give none). Per-row state for the backward pass, see RouterInputs::weight_factors.
+  float* weight_factors = nullptr;
   // When given, added to: num_nonfinite_rows (unmasked rows with a NaN or Inf logit), num_short_rows (unmasked rows with a slot that
   // has no route), num_bad_ids. Recompute passes null, so that nothing is counted twice.
   StatusWord* status = nullptr;

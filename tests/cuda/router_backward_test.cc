@@ -12,9 +12,16 @@ struct LossProblem {
 };
 
 // Gradients agree to fp32 rounding: relative to the largest entry of the row plus the entry itself.
-void check_backward(const RouterProblem& p, const LossProblem& l, const std::string& what) {
+// kept_factors: the route is the GPU's own and the backward pass gets what its forward pass kept (RouterInputs::weight_factors).
+void check_backward(const RouterProblem& p, const LossProblem& l, const std::string& what, bool kept_factors = false) {
   RouterProblem copy = p;
-  const RouterResult forward = run_reference(p);
+  const GpuRouter gpu(p, DType::kI32);
+  const DeviceBuffer factors(static_cast<std::size_t>(p.T) * 4 + 4);
+  const auto forward_with_factors = [&] {
+    factors.fill(0xcd, gpu.cuda_stream());
+    return gpu.run_with_factors(factors.as<float>());
+  };
+  const RouterResult forward = kept_factors ? forward_with_factors() : run_reference(p);
   std::vector<std::byte> stored = stored_logits(p);
   const RouterInputs in = inputs_of(p, stored.data(), copy.bias.data(), copy.mask.data(), copy.padding.data(), copy.replay.data(), Device{});
   std::vector<std::int32_t> ids = forward.ids;
@@ -34,7 +41,6 @@ void check_backward(const RouterProblem& p, const LossProblem& l, const std::str
   router_impl::backward_ref(router_impl::BackwardCall{p.config, l.losses, in, route, g.data(), loss_inputs, 3.0f, d_expected, Stream{}});
   const RouterLosses loss_expected = router_impl::losses_ref(router_impl::LossesCall{p.config, l.losses, in, route, loss_inputs, Stream{}});
 
-  const GpuRouter gpu(p, DType::kI32);
   RouterOutputs out = gpu.outputs();
   const DeviceBuffer d_logits(elements * 4 + 4), d_weights(g.size() * 4 + 4), d_counts(counts.size() * 4), d_ids(ids.size() * 4 + 4), d_w(ids.size() * 4 + 4),
       d_loss(24);
@@ -45,7 +51,8 @@ void check_backward(const RouterProblem& p, const LossProblem& l, const std::str
   device_route.ids = d_ids.data(), device_route.weights = d_w.as<float>();
   if (l.give_counts) loss_inputs.aux_counts = d_counts.as<std::int32_t>();
   const TensorView d_view(d_logits.data(), DType::kF32, {p.T, p.config.E}, d_logits.device());
-  const RouterInputs gpu_in = gpu.inputs();
+  RouterInputs gpu_in = gpu.inputs();
+  if (kept_factors) gpu_in.weight_factors = TensorView(factors.data(), DType::kF32, {p.T}, factors.device());
   const auto launch = [&] {
     router_backward(router_impl::BackwardCall{p.config, l.losses, gpu_in, device_route, d_weights.as<float>(), loss_inputs, 3.0f, d_view, gpu.stream()});
     router_losses_device(router_impl::LossesCall{p.config, l.losses, gpu_in, device_route, loss_inputs, gpu.stream()}, d_loss.as<double>());
@@ -141,6 +148,33 @@ TEST(RouterBackwardCuda, ParityEpsilonGradients) {
       fill_logits(p, kind, 4);
       check_backward(p, LossProblem{}, kind);
       if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// 1 - score comes from the weight and the row's factor where that is exact enough, else from the logit; every kernel that writes factors.
+TEST(RouterBackwardCuda, FactorsOfTheForwardPassReplaceTheLogits) {
+  WB_NEEDS_GPU();
+  unsigned turn = 100;
+  for (const std::int64_t E : {60, 128, 256, 384, 512, 1024, 2304}) {
+    for (const std::int64_t K : {1, 4, 8, 16, 36}) {
+      for (const char* kind : {"normal", "special", "deep", "wide", "saturated", "constant"}) {
+        ++turn;
+        RouterProblem p;
+        p.T = 22;
+        p.config.E = E, p.config.K = K, p.config.score = ScoreFunction::kSigmoid, p.config.renormalise = turn % 4 != 0, p.config.scaling_factor = 2.5f;
+        if (E == 256 && K == 8) p.config.num_groups = 8, p.config.num_kept_groups = 4;
+        p.dtype = turn % 3 == 0 ? DType::kBF16 : DType::kF32;
+        fill_logits(p, kind, turn);
+        if (turn % 2 == 0) {
+          for (std::int64_t e = 0; e < E; ++e) p.bias.push_back(0.01f * static_cast<float>(e % 7));
+        }
+        if (turn % 5 == 0) {
+          for (std::int64_t t = 0; t < p.T; ++t) p.padding.push_back(t % 3 == 0);
+        }
+        check_backward(p, LossProblem{}, fmt::format("E {} K {} {} turn {}", E, K, kind, turn), true);
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }

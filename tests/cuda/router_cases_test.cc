@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <cstdlib>
+#include <memory>
 
 #include "cuda/router_harness.h"
 
@@ -245,6 +246,76 @@ TEST(RouterCasesCuda, F04_F10_GradientsOfOneExpertAndOfTheAuxLoss) {
     losses.aux_coefficient = c;
     const std::vector<float> d = gradient(make(4, 1, ScoreFunction::kSoftmax, false, std::vector<float>(16, 0.0f)), 0, losses);
     for (std::size_t i = 0; i < 16; ++i) EXPECT_NEAR(d[i], (i % 4 == 0 ? 0.1875 : -0.0625) * c, 2e-8);
+  }
+}
+
+// Aux and z values, and the gradient of W [E, 1] for x = 1, of rows split into parts that share counts and token totals.
+struct LayoutResult {
+  double aux = 0, z = 0;
+  std::vector<double> grad_w;
+};
+LayoutResult run_layout(const RouterProblem& whole, const RouterLossConfig& losses, const std::vector<std::int64_t>& bounds) {
+  register_router();
+  const auto E = static_cast<std::size_t>(whole.config.E), K = static_cast<std::size_t>(whole.config.K);
+  std::vector<std::unique_ptr<GpuRouter>> parts;
+  Ids counts(E, 0);
+  for (std::size_t p = 0; p + 1 < bounds.size(); ++p) {
+    const auto begin = static_cast<std::size_t>(bounds[p]), end = static_cast<std::size_t>(bounds[p + 1]);
+    RouterProblem part = whole;
+    part.T = bounds[p + 1] - bounds[p];
+    part.logits.assign(whole.logits.begin() + static_cast<std::ptrdiff_t>(begin * E), whole.logits.begin() + static_cast<std::ptrdiff_t>(end * E));
+    if (!whole.replay.empty()) {
+      part.replay.assign(whole.replay.begin() + static_cast<std::ptrdiff_t>(begin * K), whole.replay.begin() + static_cast<std::ptrdiff_t>(end * K));
+    }
+    parts.push_back(std::make_unique<GpuRouter>(part));
+    parts.back()->poison();
+    waybill::router_forward(part.config, parts.back()->inputs(), parts.back()->outputs(), parts.back()->stream());
+    const RouterResult result = parts.back()->download();
+    for (std::size_t e = 0; e < E; ++e) counts[e] += result.counts[e];
+  }
+  const DeviceBuffer device_counts(E * 4);
+  device_counts.upload(counts.data(), E * 4);
+  WB_TRY_CUDA(cudaDeviceSynchronize());
+  RouterLossInputs given;
+  given.aux_counts = device_counts.as<std::int32_t>();
+  given.aux_tokens = given.loss_tokens = static_cast<double>(whole.T);
+  LayoutResult total;
+  total.grad_w.assign(E, 0.0);
+  for (const auto& part : parts) {
+    const RouterProblem& p = part->problem();
+    const RouteView route = part->outputs().route;
+    const RouterLosses values = waybill::router_losses(p.config, losses, part->inputs(), route, given, part->stream());
+    total.aux += values.aux, total.z += values.z;
+    std::vector<float> d(static_cast<std::size_t>(p.T) * E);
+    const DeviceBuffer d_logits(d.size() * 4 + 4);
+    waybill::router_backward(p.config, losses, part->inputs(), route, nullptr, given, 1.0f,
+                             TensorView(d_logits.data(), DType::kF32, {p.T, p.config.E}, d_logits.device()), part->stream());
+    d_logits.download(d.data(), d.size() * 4, part->cuda_stream());
+    part->cuda_stream().synchronize();
+    for (std::size_t i = 0; i < d.size(); ++i) total.grad_w[i % E] += static_cast<double>(d[i]);
+  }
+  return total;
+}
+
+TEST(RouterCasesCuda, F09_AuxStrengthDoesNotDependOnTheLayout) {
+  WB_NEEDS_GPU();
+  RouterLossConfig aux;
+  aux.aux_coefficient = 1;
+  RouterProblem a = make(4, 2, ScoreFunction::kSoftmax, false, std::vector<float>(16 * 4, 0.0f));
+  for (std::int32_t t = 0; t < 16; ++t) a.replay.insert(a.replay.end(), {2 * t % 4, (2 * t + 1) % 4});
+  EXPECT_NEAR(run_layout(a, aux, {0, 8, 16}).aux, 1.0, 1e-6);
+  RouterProblem b = make(4, 1, ScoreFunction::kSoftmax, false, std::vector<float>(8 * 4, 0.0f));
+  for (std::size_t t = 0; t < 8; ++t) b.logits[t * 4 + (t < 4 ? 0 : t - 4)] = std::log(7.0f);
+  b.replay = {0, 0, 0, 0, 0, 1, 2, 3};
+  RouterLossConfig both = aux;
+  both.z_coefficient = 0.2f;
+  const double z = run_layout(b, both, {0, 8}).z;
+  for (const std::vector<std::int64_t>& bounds : {std::vector<std::int64_t>{0, 8}, {0, 4, 8}, {0, 1, 6, 8}, {0, 0, 8}}) {
+    const LayoutResult result = run_layout(b, aux, bounds);
+    EXPECT_NEAR(result.aux, 1.45, 2e-6);
+    const double wanted[] = {0.33, -0.11, -0.11, -0.11};
+    for (std::size_t e = 0; e < 4; ++e) EXPECT_NEAR(result.grad_w[e], wanted[e], 2e-6);
+    EXPECT_NEAR(run_layout(b, both, bounds).z, z, 1e-6 * z);
   }
 }
 

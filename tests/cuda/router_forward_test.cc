@@ -3,6 +3,7 @@
 // eager and captured, twice, with poisoned outputs; the warp kernel and the portable one.
 #include <gmock/gmock.h>
 
+#include "core/cuda/launch.h"
 #include "cuda/device_random.h"
 #include "cuda/router_harness.h"
 
@@ -94,6 +95,85 @@ TEST(RouterForwardCuda, GroupLimitedRowsMatchTheReference) {
         check_forward(p, fmt::format("E {} K {} G {} M {} {} rule {} turn {}", s.E, s.K, s.G, s.M, kind, static_cast<int>(rule), turn));
         if (HasFatalFailure()) return;
       }
+    }
+  }
+}
+
+// Rows that four-tokens-a-warp kernels take: every mode and type, with group scores that differ by less than the approximate keys do.
+TEST(RouterForwardCuda, ShortRowsMatchWhereGroupScoresAreNearlyEqual) {
+  WB_NEEDS_GPU();
+  for (const std::int64_t E : {128, 256}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const int mode : {0, 1, 2}) {  // plain, bias, groups
+        if (mode == 2 && E != 256) continue;
+        RouterProblem p = problem(43, E, 8, ScoreFunction::kSigmoid, true);
+        p.dtype = dtype;
+        fill_logits(p, "normal", static_cast<std::uint32_t>(E) + static_cast<std::uint32_t>(mode));
+        if (mode == 2) {
+          p.config.num_groups = 8, p.config.num_kept_groups = 4;
+          // The best two of each group: 2 and 1.5, off by some 1e-7 in an order that differs from row to row.
+          for (std::int64_t t = 0; t < p.T; ++t) {
+            for (std::int64_t g = 0; g < 8; ++g) {
+              for (std::int64_t i = 0; i < 32; ++i) {
+                float& x = p.logits[static_cast<std::size_t>(t * E + g * 32 + i)];
+                x = std::min(x, 1.0f);
+                if (i == (t + 5 * g) % 32) x = 2.0f + 2.4e-7f * static_cast<float>((g * 3 + t) % 8);
+                if (i == (t + 5 * g + 7) % 32) x = 1.5f;
+              }
+            }
+          }
+        }
+        if (mode != 0) {
+          for (std::int64_t e = 0; e < E; ++e) p.bias.push_back(mode == 2 ? 0.5f : 0.01f * static_cast<float>(e % 5));
+        }
+        check_forward(p, fmt::format("E {} {} mode {}", E, to_string(dtype), mode));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Launches that overlap (core/cuda/launch.h): each sees what the kernel before it wrote, plain kernels and copies included.
+TEST(RouterForwardCuda, OverlappedLaunchesSeeWhatCameBefore) {
+  WB_NEEDS_GPU();
+  constexpr std::int64_t T = 700;
+  for (const std::int64_t E : {128, 256, 512, 2304}) {
+    RouterProblem p = problem(T, E, 8, ScoreFunction::kSigmoid, true);
+    fill_logits(p, "normal", 3);
+    const GpuRouter gpu(p);
+    const RouterInputs in = gpu.inputs();
+    const RouterOutputs out = gpu.outputs();
+    const std::size_t elements = static_cast<std::size_t>(T * E);
+    const DeviceBuffer d_logits(elements * 4), d_weights(static_cast<std::size_t>(T * 8) * 4);
+    fill_normal(d_weights.data(), DType::kF32, static_cast<std::size_t>(T * 8), 9, 1.0f, gpu.cuda_stream());
+    const TensorView d_view(d_logits.data(), DType::kF32, {T, E}, d_logits.device());
+    RouterLossConfig losses;
+    losses.aux_coefficient = 0.5f;
+    RouterLossInputs given;
+    given.aux_counts = out.route.counts;  // of the forward pass just before
+    const auto round = [&](unsigned seed) {
+      fill_normal(in.logits.data, DType::kF32, elements, seed, 1.0f, gpu.cuda_stream());
+      router_forward(router_impl::ForwardCall{p.config, in, out, gpu.stream()}, false);
+      router_backward(router_impl::BackwardCall{p.config, losses, in, out.route, d_weights.as<float>(), given, 1.0f, d_view, gpu.stream()});
+    };
+    const auto result = [&] {
+      std::vector<float> d(elements);
+      d_logits.download(d.data(), elements * 4, gpu.cuda_stream());
+      gpu.cuda_stream().synchronize();
+      return d;
+    };
+    round(1);
+    for (unsigned seed = 10; seed < 22; seed += 4) {
+      dependent_launches() = false;
+      round(seed + 3);
+      const std::vector<float> in_turn = result();
+      dependent_launches() = true;
+      const GraphExec graph = GraphExec::capture(gpu.cuda_stream(), [&](cudaStream_t) {
+        for (unsigned i = 0; i < 4; ++i) round(seed + i);
+      });
+      for (unsigned i = 0; i < 4; ++i) round(seed + 3 - i);  // other values in between
+      for (int replay = 0; replay < 3; ++replay) graph.launch(gpu.cuda_stream());
+      ASSERT_EQ(in_turn, result()) << "E " << E << ", seed " << seed;
     }
   }
 }

@@ -156,6 +156,16 @@ class GpuRouter {
     const RouterOutputs out = outputs();
     router_forward(router_impl::ForwardCall{p_.config, in, out, stream()}, portable);
   }
+  // The forward pass of the kernels that the problem gets, with the rows' factors [T].
+  RouterResult run_with_factors(float* factors) const {
+    poison();
+    const RouterInputs in = inputs();
+    RouterOutputs out = outputs();
+    out.weight_factors = factors;
+    const router_impl::ForwardCall call{p_.config, in, out, stream()};
+    router_forward(call, !refuse_router_forward(call, false).empty());
+    return download();
+  }
   RouterResult run(bool portable, bool captured = false) const {
     poison();
     if (captured) {

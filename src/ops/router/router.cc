@@ -58,6 +58,7 @@ void check_common(const RouterConfig& config, const RouterInputs& inputs, const 
   check_vector(inputs.expert_bias, "expert_bias", DType::kF32, config.E, logits.device);
   check_vector(inputs.expert_mask, "expert_mask", DType::kU8, config.E, logits.device);
   check_vector(inputs.padding_mask, "padding_mask", DType::kU8, T, logits.device);
+  check_vector(inputs.weight_factors, "weight_factors", DType::kF32, T, logits.device);
   if (inputs.replay_ids) {
     const TensorView& replay = inputs.replay_ids;
     WB_CHECK(replay.rank == 2 && replay.shape[0] == T && replay.shape[1] == config.K && replay.is_contiguous() && replay.device == logits.device &&

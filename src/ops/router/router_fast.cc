@@ -201,6 +201,7 @@ class ForwardRows {
 
 void forward_fast(const ForwardCall& call) {
   if (call.outputs.counts_unbiased != nullptr) std::fill_n(call.outputs.counts_unbiased, call.config.E, 0);
+  if (call.outputs.weight_factors != nullptr) std::fill_n(call.outputs.weight_factors, call.outputs.route.T, 0.0f);  // none: the logits are at hand
   ForwardRows rows(call);
   parallel_for(call.stream.pool, call.outputs.route.T, rows_per_task(call.config.E), [&](std::int64_t begin, std::int64_t end) { rows.run(begin, end); });
   write_counts(call);

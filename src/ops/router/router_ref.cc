@@ -197,6 +197,7 @@ void forward_ref(const ForwardCall& call) {
   const RouteView& route = call.outputs.route;
   const bool is_given = call.inputs.replay_ids || config.forced_balance != ForcedBalance::kOff;
   if (call.outputs.counts_unbiased != nullptr) std::fill_n(call.outputs.counts_unbiased, config.E, 0);
+  if (call.outputs.weight_factors != nullptr) std::fill_n(call.outputs.weight_factors, call.outputs.route.T, 0.0f);  // none: the logits are at hand
   for (std::int64_t t = 0; t < route.T; ++t) {
     std::vector<std::int32_t> ids;
     std::vector<double> weights;

@@ -2,10 +2,12 @@
 // Router backward without a dense part (no losses, weights of a few experts): d_weights [T, K] -> d_logits [T, E] fp32, zero but for K
 // entries a row. kLanes lanes a token, so that small K fills the warp; a warp's rows are assembled in shared memory, which is zero
 // but for the routes, and leave in one bulk copy (sm_90, aligned rows) or in 16-byte stores. Logits are read at the K ids only, and
-// not at all for softmax. Bytes: T * E * 4 written, T * K * (id + 8) read.
+// not at all for softmax. Sigmoid: where the forward pass kept weight / score of the row (factors), 1 - score comes from the weight
+// alone unless it is below kSmallestRest, where the rounding of the score would show. Bytes: T * E * 4 written, T * K * (id + 8) read.
 #include <algorithm>
 #include <atomic>
 
+#include "core/cuda/launch.h"
 #include "ops/router/cuda/router_backward_routes.cuh"
 
 namespace waybill::cuda {
@@ -14,9 +16,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
+// Sigmoid's log-slope is 1 - score = (factor - weight) / factor; the difference is exact from score 1/2 on, so its relative error is that
+// of the weight's last place over the rest: 2 to 6e-6 at the limit.
+constexpr float kSmallestRest = 0.04f;
+__device__ __forceinline__ bool rest_is_known(float weight, float factor) { return factor > 0.0f && factor - weight >= kSmallestRest * factor; }
+
 // Slots a lane holds in registers; rows with more routes take scatter_routes().
 template <class T, int kLanes, int kSlots>
-__global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3)
+__global__ void __launch_bounds__(kThreads, kSlots == 1 ? 4 : 3)
     router_backward_sparse(const __grid_constant__ RouterBackwardParams p, int warps_used, bool bulk) {
   extern __shared__ __align__(128) float dynamic_smem[];
   constexpr int kRows = 32 / kLanes;
@@ -28,17 +35,20 @@ __global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3)
   const bool renormalise = weights_are_renormalised(rows), gather = needs_logits(rows) || rows.epsilon > 0.0f;
   const bool aligned = is_aligned_output(p);
   const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * warps_used, num_groups = (rows.T + kRows - 1) / kRows;
-  bool is_clear = false;
+  begin_kernel();
+  for (int e = lane * 4; e < kRows * padded; e += 128) *reinterpret_cast<float4*>(buffer + e) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  await_previous();
   // Slots of one group of rows; the next group's are loaded before this one's are used.
   struct Slots {
     int id[kSlots];
-    float w[kSlots], g[kSlots], x[kSlots];
+    float w[kSlots], g[kSlots], x[kSlots], factor;
   };
   const bool held = rows.K <= kLanes * kSlots;
   const auto is_active = [&](std::int64_t t) { return t < rows.T && p.d_weights != nullptr && !(rows.padding != nullptr && rows.padding[t] != 0); };
   const auto load = [&](std::int64_t group, Slots& n) {
     const std::int64_t t = group * kRows + sub_row;
     const bool active = held && is_active(t);
+    n.factor = active && p.factors != nullptr && rows.epsilon == 0.0f ? p.factors[t] : 0.0f;
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       const int k = sub + s * kLanes;
@@ -53,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3)
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       if (n.id[s] < 0 || n.id[s] >= E || (rows.mask != nullptr && rows.mask[n.id[s]] != 0)) n.id[s] = -1, n.w[s] = 0.0f;
-      n.x[s] = gather && n.id[s] >= 0 ? to_float(row[n.id[s]]) : 0.0f;
+      n.x[s] = gather && n.id[s] >= 0 && !rest_is_known(n.w[s], n.factor) ? to_float(row[n.id[s]]) : 0.0f;
     }
   };
   const std::int64_t first_group = static_cast<std::int64_t>(blockIdx.x) * warps_used + warp;
@@ -67,11 +77,10 @@ __global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3)
     gather_logits(group, now);
     load(group + num_warps, next);
     int(&id)[kSlots] = now.id;
+    const auto slope_of = [&](int s) {
+      return rest_is_known(now.w[s], now.factor) ? (now.factor - now.w[s]) * ptx::rcp_approx(now.factor) : log_slope(rows.score, now.x[s]);
+    };
     float(&w)[kSlots] = now.w, (&g)[kSlots] = now.g, (&x)[kSlots] = now.x;
-    if (!is_clear) {  // while the loads are on their way
-      for (int e = lane * 4; e < kRows * padded; e += 128) *reinterpret_cast<float4*>(buffer + e) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      is_clear = true;
-    }
     __syncwarp();
     if (held) {
       float dot = 0.0f;
@@ -90,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kSlots == 1 ? 5 : 3)
       }
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
-        if (id[s] >= 0 && !is_constant && scalar::is_finite(x[s])) mine[id[s]] = log_slope(rows.score, x[s]) * w[s] * (g[s] - (renormalise ? dot : 0.0f));
+        if (id[s] >= 0 && !is_constant && scalar::is_finite(x[s])) mine[id[s]] = slope_of(s) * w[s] * (g[s] - (renormalise ? dot : 0.0f));
       }
     } else if (active) {
       scatter_routes<T>(p, row, t, mine);
@@ -152,7 +161,7 @@ void launch_lanes(const RouterBackwardParams& p, const DeviceLimits& limits, cud
   const std::int64_t groups = (rows.T + kRows - 1) / kRows, needed = (groups + warps - 1) / warps;
   const int resident = std::clamp(static_cast<int>(static_cast<std::size_t>(limits.shared_per_sm) / (smem + 1024)), 1, 2048 / kThreads);
   const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>(needed, 1, static_cast<std::int64_t>(limits.num_sms) * resident));
-  kernel<<<grid, warps * 32, smem, stream>>>(p, warps, bulk);
+  launch_kernel(kernel, grid, static_cast<unsigned>(warps) * 32, smem, stream, limits.compute_major >= 9, p, warps, bulk);
 }
 
 template <class T>

@@ -90,7 +90,7 @@ __device__ __forceinline__ ScoreSlope score_and_slope(int score, float x, float 
 }
 
 // Sums over the experts of a row, warp uniform. Two ways:
-// fast: one exponential t_e an entry. Softmax: t = e^(x - max). Sigmoid: t = e^x (the row's largest logit lies in (-30, 60], so that
+// fast: one exponential t_e an entry. Softmax: t = e^(x - max). Sigmoid: t = e^x (the row's largest logit lies in [-30, 60], so that
 //   neither the largest term nor the sum overflows or vanishes).
 // slow: everything else (sqrt-softplus, extreme rows), from x itself.
 struct RowSums {
@@ -194,9 +194,8 @@ __device__ __forceinline__ DenseFactors dense_factors(int score, const RowSums& 
 // t of a fast row -> gradient.
 template <bool kSoftmax>
 __device__ __forceinline__ float fast_gradient(const DenseFactors& f, float t, float a) {
-  const float base = t * f.exp_factor;
-  if (kSoftmax) return __fmaf_rn(t * f.score_factor, a - f.mean_a, base);
-  const float inverse = ptx::rcp_approx(1.0f + t);
+  if (kSoftmax) return t * __fmaf_rn(f.score_factor, a - f.mean_a, f.exp_factor);
+  const float base = t * f.exp_factor, inverse = ptx::rcp_approx(1.0f + t);
   return __fmaf_rn(t * inverse * inverse * f.score_factor, a - f.mean_a, base);
 }
 

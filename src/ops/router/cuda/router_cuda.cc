@@ -9,6 +9,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
+#include "ops/router/cuda/gate_gemm.h"
 #include "ops/router/cuda/router_params.h"
 #include "ops/router/cuda/tuning.h"
 #include "ops/router/device_backend.h"
@@ -40,9 +41,9 @@ namespace {
 struct Scratch {
   static constexpr std::size_t kExperts = router_tuning::kMaxExperts;
   struct Fixed {
-    std::uint32_t counts[kExperts];
+    std::uint32_t counts[kExperts + 4];
     std::int32_t aux_counts[kExperts];
-    std::uint32_t forward_ticket, loss_ticket;
+    std::uint32_t forward_ticket, reached, loss_ticket, unused;
     std::int32_t valid_tokens, padding;
     double losses[4];
     double partials[3 * 2048];
@@ -137,11 +138,14 @@ void launch_warp(LogitType type, const RouterForwardParams& p, const DeviceLimit
   static constexpr Launch kLaunch[3][2] = {{launch_router_forward_warp_short_f32, launch_router_forward_warp_long_f32},
                                            {launch_router_forward_warp_short_bf16, launch_router_forward_warp_long_bf16},
                                            {launch_router_forward_warp_short_f16, launch_router_forward_warp_long_f16}};
+  using LaunchQuads = bool (*)(const RouterForwardParams&, const DeviceLimits&, cudaStream_t);
+  static constexpr LaunchQuads kQuads[3] = {launch_router_forward_quad_f32, launch_router_forward_quad_bf16, launch_router_forward_quad_f16};
+  if (router_tuning::policy().quads && kQuads[static_cast<int>(type)](p, limits, stream)) return;
   kLaunch[static_cast<int>(type)][p.rows.E > 512 ? 1 : 0](p, limits, stream);
 }
 
 void count_only(RouterForwardParams p, std::int32_t* counts, LogitType type, const DeviceLimits& limits, bool use_warp, cudaStream_t stream) {
-  p.ids = nullptr, p.weights = nullptr, p.rows.bias = nullptr, p.replay_ids = nullptr, p.forced = 0;
+  p.ids = nullptr, p.weights = nullptr, p.factors = nullptr, p.rows.bias = nullptr, p.replay_ids = nullptr, p.forced = 0;
   p.num_groups = p.num_kept = 1;
   p.counts = counts, p.offsets = nullptr, p.aligned_offsets = nullptr, p.status = nullptr;
   if (use_warp) {
@@ -185,7 +189,7 @@ void router_forward(const ForwardCall& call, bool portable) {
   p.num_groups = static_cast<int>(call.config.num_groups), p.num_kept = static_cast<int>(call.config.num_kept_groups);
   p.group_best = static_cast<int>(router_impl::keys_per_group_score(call.config));
   p.ids = out.route.ids, p.id_bytes = static_cast<int>(size_bytes(out.route.id_dtype));
-  p.weights = out.route.weights;
+  p.weights = out.route.weights, p.factors = out.weight_factors;
   p.replay_ids = call.inputs.replay_ids.data;
   p.replay_bytes = call.inputs.replay_ids ? static_cast<int>(size_bytes(call.inputs.replay_ids.dtype)) : 0;
   p.forced = call.config.forced_balance != ForcedBalance::kOff ? 1 : 0;
@@ -194,9 +198,12 @@ void router_forward(const ForwardCall& call, bool portable) {
   p.alignment = static_cast<int>(call.config.offset_alignment);
   p.status = out.status;
   Scratch::Fixed* scratch = scratch_of(device, stream).at();
-  const RouterCountScratch counting{scratch->counts, &scratch->forward_ticket};
-  if (p.counts != nullptr || p.offsets != nullptr || p.aligned_offsets != nullptr) p.scratch = counting;
+  const RouterCountScratch by_ticket{scratch->counts, &scratch->forward_ticket, nullptr},
+      by_sum{scratch->counts, &scratch->forward_ticket, router_tuning::counts_by_sum(static_cast<int>(call.config.E)) ? &scratch->reached : nullptr};
+  const bool use_block = portable || p.forced != 0 || p.replay_ids != nullptr;
+  if (p.counts != nullptr || p.offsets != nullptr || p.aligned_offsets != nullptr) p.scratch = use_block ? by_ticket : by_sum;
   const LogitType type = logit_type(call.inputs.logits.dtype);
+  if (p.factors != nullptr && use_block && p.rows.T > 0) WB_TRY_CUDA(cudaMemsetAsync(p.factors, 0, static_cast<std::size_t>(p.rows.T) * sizeof(float), stream));
   if (p.forced != 0 || p.replay_ids != nullptr) {
     launch_router_forced(type, p, limits, stream);
   } else if (portable) {
@@ -206,12 +213,13 @@ void router_forward(const ForwardCall& call, bool portable) {
   }
   check_launch("router_forward");
   if (out.counts_unbiased != nullptr) {
-    p.scratch = counting;
     RouterConfig plain = call.config;
     plain.num_groups = plain.num_kept_groups = 1;
     RouterInputs inputs = call.inputs;
     inputs.expert_bias = {};
-    count_only(p, out.counts_unbiased, type, limits, !portable && refuse_warp(plain, inputs).empty(), stream);
+    const bool use_warp = !portable && refuse_warp(plain, inputs).empty();
+    p.scratch = use_warp ? by_sum : by_ticket;
+    count_only(p, out.counts_unbiased, type, limits, use_warp, stream);
     check_launch("router_forward (unbiased counts)");
   }
 }
@@ -301,6 +309,7 @@ void router_backward(const BackwardCall& call) {
   RouterBackwardParams p{};
   p.loss = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
   p.weights = call.route.weights, p.d_weights = call.d_weights, p.loss_scale = call.loss_scale;
+  p.factors = static_cast<const float*>(call.inputs.weight_factors.data);
   p.d_logits = static_cast<float*>(call.d_logits.data), p.d_stride = call.d_logits.stride[0];
   launch_router_backward(logit_type(call.inputs.logits.dtype), p, limits, stream);
   check_launch("router_backward");
@@ -308,7 +317,25 @@ void router_backward(const BackwardCall& call) {
 
 namespace {
 
-constexpr router_impl::DeviceBackend kBackend = {refuse_router_forward, router_forward, router_losses, router_backward};
+GateShape gate_shape(const router_impl::GateCall& call) {
+  for (const TensorView* view : {&call.x, &call.weight, &call.logits}) {
+    WB_CHECK(call.T() == 0 || reinterpret_cast<std::uintptr_t>(view->data) % 16 == 0, "the gate's operands must be aligned to 16 bytes, got {}",
+             view->describe());
+  }
+  return {call.T(), call.H(), call.E(), call.x.dtype};
+}
+void gate_forward_call(const router_impl::GateCall& call) {
+  if (call.T() > 0) check_device_pointer(call.x.data, "x", call.x.device.index);
+  gate_forward(gate_shape(call), call.x.data, call.weight.data, static_cast<float*>(call.logits.data), call.x.device.index,
+               static_cast<cudaStream_t>(call.stream.native));
+}
+void gate_backward_call(const router_impl::GateCall& call) {
+  if (call.T() > 0) check_device_pointer(call.x.data, "x", call.x.device.index);
+  gate_backward(gate_shape(call), call.x.data, call.weight.data, static_cast<const float*>(call.logits.data), static_cast<float*>(call.d_x.data),
+                static_cast<float*>(call.d_weight.data), call.accumulate, call.x.device.index, static_cast<cudaStream_t>(call.stream.native));
+}
+
+constexpr router_impl::DeviceBackend kBackend = {refuse_router_forward, router_forward, router_losses, router_backward, gate_forward_call, gate_backward_call};
 
 }  // namespace
 

@@ -16,6 +16,19 @@ namespace waybill::cuda {
 
 inline constexpr float kInfinity = __builtin_inff();
 
+// Kernels started by launch_kernel() may run while the one before them ends. begin_kernel() lets the next one come; what a kernel does
+// then must leave global memory alone until await_previous(), in every thread.
+__device__ __forceinline__ void begin_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  ptx::launch_dependents();
+#endif
+}
+__device__ __forceinline__ void await_previous() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+#endif
+}
+
 template <class T>
 __device__ __forceinline__ float to_float(T v);
 template <>
@@ -31,6 +44,17 @@ __device__ __forceinline__ float to_float<__half>(__half v) {
   return __half2float(v);
 }
 
+template <class T>
+__device__ __forceinline__ void widen4(uint2 v, float (&x)[4]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    x[0] = __uint_as_float(v.x << 16), x[1] = __uint_as_float(v.x & 0xffff0000u);
+    x[2] = __uint_as_float(v.y << 16), x[3] = __uint_as_float(v.y & 0xffff0000u);
+  } else {
+    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&v.x));
+    const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&v.y));
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+  }
+}
 // Four neighbouring logits. The address is aligned to four elements. kGlobal: read-once global memory; else shared or cached memory.
 template <class T, bool kGlobal>
 __device__ __forceinline__ void load4(const T* p, float (&x)[4]) {
@@ -49,14 +73,7 @@ __device__ __forceinline__ void load4(const T* p, float (&x)[4]) {
     } else {
       v = *reinterpret_cast<const uint2*>(p);
     }
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      x[0] = __uint_as_float(v.x << 16), x[1] = __uint_as_float(v.x & 0xffff0000u);
-      x[2] = __uint_as_float(v.y << 16), x[3] = __uint_as_float(v.y & 0xffff0000u);
-    } else {
-      const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&v.x));
-      const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&v.y));
-      x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
-    }
+    widen4<T>(v, x);
   }
 }
 
@@ -95,6 +112,11 @@ __device__ __forceinline__ float warp_sum(float v) {
 __device__ __forceinline__ float warp_max(float v) {
   const std::uint32_t u = ptx::redux_max(scalar::order_key(v));
   return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu));
+}
+
+// One lane a row: what the row's weights were made with; 0 where they were not made as score * factor.
+__device__ __forceinline__ void store_factor(const RouterRows& rows, float* factors, int t, float factor) {
+  if (factors != nullptr) factors[t] = rows.score == kScoreSigmoid ? factor : 0.0f;
 }
 
 __device__ __forceinline__ void store_id(void* ids, int id_bytes, std::int64_t i, std::int32_t id) {
@@ -179,19 +201,6 @@ __device__ __noinline__ inline void row_weights(const RouterRows& rows, const fl
   for (int k = lane; k < rows.K; k += 32) store(k, scalar::mul(rows.scale, scalar::div(term(x[k]), sum)));
 }
 
-// Counting of one CTA's routes in shared memory: clear, add per route, then flush once. hist [E].
-__device__ __forceinline__ void clear_histogram(std::uint32_t* hist, int E) {
-  for (int e = static_cast<int>(threadIdx.x); e < E; e += static_cast<int>(blockDim.x)) hist[e] = 0;
-}
-__device__ __forceinline__ void flush_histogram(const RouterForwardParams& p, const std::uint32_t* hist) {
-  if (p.scratch.counts == nullptr) return;
-  __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < p.rows.E; e += static_cast<int>(blockDim.x)) {
-    const std::uint32_t n = hist[e];
-    if (n != 0) ptx::red_add(p.scratch.counts + e, n);
-  }
-}
-
 // One ticket a CTA: true for every thread of the CTA that comes last; what the others wrote before is then visible. The barrier
 // orders the CTA's own writes before its first thread's release (which is cumulative).
 __device__ __forceinline__ bool is_last_cta(std::uint32_t* ticket) {
@@ -203,55 +212,6 @@ __device__ __forceinline__ bool is_last_cta(std::uint32_t* ticket) {
   }
   __syncthreads();
   return is_last != 0;
-}
-
-// Called by every thread of every CTA once its rows are done. The CTA that finishes last turns the scratch counts into counts and
-// offsets and leaves the scratch zero for the next launch. Integers only: the order of the CTAs does not matter.
-__device__ __forceinline__ void finish_counts(const RouterForwardParams& p) {
-  if (p.scratch.counts == nullptr || !is_last_cta(p.scratch.ticket)) return;
-  __shared__ std::uint32_t warp_totals[2][32];
-  const int E = p.rows.E, lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  const auto a = static_cast<std::uint32_t>(p.alignment);
-  // Each thread owns a run of experts, the first kRun counts in registers: sums, a scan over the CTA, then the run again.
-  constexpr int kRun = 4;
-  const int run = (E + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x), begin = static_cast<int>(threadIdx.x) * run, end = min(begin + run, E);
-  std::uint32_t sum = 0, padded_sum = 0, held[kRun];
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    held[i] = begin + i < end ? __ldcg(p.scratch.counts + begin + i) : 0u;
-    sum += held[i], padded_sum += (held[i] + a - 1) / a * a;
-  }
-#pragma unroll 4
-  for (int e = begin + kRun; e < end; ++e) {
-    const std::uint32_t n = __ldcg(p.scratch.counts + e);
-    sum += n, padded_sum += (n + a - 1) / a * a;
-  }
-  const std::uint32_t own = sum, padded_own = padded_sum;
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const std::uint32_t below = __shfl_up_sync(ptx::kFullWarp, sum, step), padded_below = __shfl_up_sync(ptx::kFullWarp, padded_sum, step);
-    if (lane >= step) sum += below, padded_sum += padded_below;
-  }
-  if (lane == 31) warp_totals[0][warp] = sum, warp_totals[1][warp] = padded_sum;
-  __syncthreads();
-  std::uint32_t before = sum - own, padded_before = padded_sum - padded_own;
-  for (int w = 0; w < warp; ++w) before += warp_totals[0][w], padded_before += warp_totals[1][w];
-  const auto put = [&](int e, std::uint32_t n) {
-    p.scratch.counts[e] = 0;
-    before += n, padded_before += (n + a - 1) / a * a;
-    if (p.counts != nullptr) p.counts[e] = static_cast<std::int32_t>(n);
-    if (p.offsets != nullptr) p.offsets[e + 1] = static_cast<std::int32_t>(before);
-    if (p.aligned_offsets != nullptr) p.aligned_offsets[e + 1] = static_cast<std::int32_t>(padded_before);
-  };
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    if (begin + i < end) put(begin + i, held[i]);
-  }
-  for (int e = begin + kRun; e < end; ++e) put(e, __ldcg(p.scratch.counts + e));
-  if (threadIdx.x == 0) {
-    if (p.offsets != nullptr) p.offsets[0] = 0;
-    if (p.aligned_offsets != nullptr) p.aligned_offsets[0] = 0;
-  }
 }
 
 // Rows that are out of the ordinary, added to the status word where they are met (warp uniform; rare, so no register keeps a count).

@@ -9,7 +9,7 @@
 #include <atomic>
 
 #include "core/balanced_order.h"
-#include "ops/router/cuda/router_device.cuh"
+#include "ops/router/cuda/router_counts.cuh"
 #include "ops/router/cuda/tuning.h"
 
 namespace waybill::cuda {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "core/cuda/launch.h"
 #include "ops/router/cuda/router_forward_warp.cuh"
 
 namespace waybill::cuda {
@@ -196,10 +197,13 @@ __device__ __forceinline__ bool route_pair(const RouterForwardParams& p, int t, 
   }
   const unsigned is_short = __ballot_sync(ptx::kFullWarp, active && chosen < K);
   if (is_short != 0) count_short_rows(p.status, ((is_short & 0xffffu) != 0) + ((is_short >> 16) != 0));
+  if (exists && sub == 0 && chosen < K) atomicAdd(hist + rows.E, static_cast<std::uint32_t>(K - chosen));
   if (p.ids != nullptr && exists && sub < K) {
     const std::int64_t at = static_cast<std::int64_t>(mine_t) * K + sub;
     store_id(p.ids, p.id_bytes, at, id);
-    p.weights[at] = scalar::mul(s, scalar::mul(rows.scale, ptx::rcp_approx(fmaxf(sum, 1e-30f))));
+    const float factor = scalar::mul(rows.scale, ptx::rcp_approx(fmaxf(sum, 1e-30f)));
+    p.weights[at] = scalar::mul(s, factor);
+    if (sub == 0) store_factor(rows, p.factors, mine_t, chosen > 0 ? factor : 0.0f);
   }
   if (has) atomicAdd(hist + id, 1u);
   __syncwarp();
@@ -212,8 +216,10 @@ __global__ void __launch_bounds__(kPairThreads, 2) router_forward_pair(const __g
   static_assert(sizeof(PairScratch) >= sizeof(WarpScratch<128>));
   extern __shared__ __align__(16) unsigned char dynamic_smem[];
   PairScratch* scratch = reinterpret_cast<PairScratch*>(dynamic_smem);  // [warps]
-  __shared__ std::uint32_t hist[kVectors * 64];
+  __shared__ std::uint32_t hist[kVectors * 64 + 1];
+  begin_kernel();
   clear_histogram(hist, p.rows.E);
+  await_previous();
   __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) >> 5, stride = static_cast<int>(gridDim.x) * (kPairThreads / 32), pairs = static_cast<int>((p.rows.T + 1) / 2);
   for (int pair = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); pair < pairs; pair += stride) {
@@ -221,7 +227,7 @@ __global__ void __launch_bounds__(kPairThreads, 2) router_forward_pair(const __g
     for (int t = pair * 2; t < min(pair * 2 + 2, static_cast<int>(p.rows.T)); ++t) {
       __syncwarp();
       if (p.rows.padding != nullptr && p.rows.padding[t] != 0) {
-        write_empty_row(p, t);
+        write_empty_row(p, t, hist);
       } else {
         route_exactly<T>(p, nullptr, t, reinterpret_cast<WarpScratch<128>&>(scratch[warp]), hist);
       }
@@ -245,9 +251,9 @@ void launch_pairs(const RouterForwardParams& p, const DeviceLimits& limits, cuda
     cudaFuncSetAttribute(router_forward_pair<T, 4>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   }
   if (p.rows.E == 128) {
-    router_forward_pair<T, 2><<<grid, kPairThreads, kBytes, stream>>>(p);
+    launch_kernel(router_forward_pair<T, 2>, grid, kPairThreads, kBytes, stream, limits.compute_major >= 9, p);
   } else {
-    router_forward_pair<T, 4><<<grid, kPairThreads, kBytes, stream>>>(p);
+    launch_kernel(router_forward_pair<T, 4>, grid, kPairThreads, kBytes, stream, limits.compute_major >= 9, p);
   }
 }
 

@@ -42,8 +42,7 @@ __device__ __forceinline__ float vector_maximum(const RouterRows& rows, const T*
   for (int i = 0; i < 4; ++i) poison = __fmaf_rn(x[i], 0.0f, poison);
   if constexpr (kMode != kPlain) {
     const float4 b = *reinterpret_cast<const float4*>(bias_smem + e);  // padded to the tier's width
-    x[0] = filter_value<kMode>(rows.score, x[0], b.x), x[1] = filter_value<kMode>(rows.score, x[1], b.y);
-    x[2] = filter_value<kMode>(rows.score, x[2], b.z), x[3] = filter_value<kMode>(rows.score, x[3], b.w);
+    filter_values<kMode>(rows.score, x, b);
   }
   return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
 }
@@ -122,11 +121,10 @@ __device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* r
   const auto read = [&](int v, float(&x)[4], bool(&take)[4]) {
     const int e = v * 128 + lane * 4;
     load4<T, false>(row + e, x);
+    float f[4] = {x[0], x[1], x[2], x[3]};
+    filter_values<kMode>(rows.score, f, kMode == kPlain ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *reinterpret_cast<const float4*>(bias_smem + e));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float bias = kMode == kPlain ? 0.0f : bias_smem[e + i];
-      take[i] = filter_value<kMode>(rows.score, x[i], bias) >= threshold;
-    }
+    for (int i = 0; i < 4; ++i) take[i] = f[i] >= threshold;
   };
   int mine = 0, count = 0;
   float x[4];
@@ -170,10 +168,10 @@ __device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* r
 template <int kVectors>
 inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 640;
 
-// Dynamic shared memory: histogram and bias (each [tier width]), then per warp: the row, WarpScratch; barriers last.
+// Dynamic shared memory: histogram (tier width and one) and bias (tier width), then per warp: the row, WarpScratch; barriers last.
 template <int kVectors>
 __host__ __device__ constexpr std::size_t staged_cta_bytes(int mode) {
-  return static_cast<std::size_t>(kVectors) * 128 * (mode == kPlain ? 4 : 8);
+  return static_cast<std::size_t>(kVectors) * 128 * (mode == kPlain ? 4 : 8) + 16;
 }
 template <class T, int kVectors>
 __host__ __device__ constexpr std::size_t staged_warp_bytes() {
@@ -190,7 +188,7 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
   const int E = rows.E, warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31, warps = static_cast<int>(blockDim.x) >> 5;
   const std::uint32_t row_bytes = static_cast<std::uint32_t>(E) * sizeof(T);
   std::uint32_t* hist = reinterpret_cast<std::uint32_t*>(dynamic_smem);
-  float* bias_smem = reinterpret_cast<float*>(hist + kWidth);
+  float* bias_smem = reinterpret_cast<float*>(hist + kWidth + 4);
   unsigned char* next = dynamic_smem + staged_cta_bytes<kVectors>(kMode);
   T* row = reinterpret_cast<T*>(next) + static_cast<std::size_t>(warp) * kWidth;
   next += static_cast<std::size_t>(warps) * kWidth * sizeof(T);
@@ -204,6 +202,8 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
   }
   for (int e = E + lane; e < kWidth; e += 32) row[e] = lowest_logit<T>();
   __syncwarp();
+  begin_kernel();
+  await_previous();
   const int first = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), T_rows = static_cast<int>(rows.T);
   const int num_warps = static_cast<int>(gridDim.x) * warps;
   const auto fetch = [&](int t) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
   for (int t = first; t < T_rows; t += num_warps, parity ^= 1u) {
     ptx::mbarrier_wait(full, parity);
     if (rows.padding != nullptr && rows.padding[t] != 0) {
-      write_empty_row(p, t);
+      write_empty_row(p, t, hist);
       __syncwarp();
       fetch(t + num_warps);
       continue;
@@ -236,13 +236,16 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
         for (int again = 0; again < 1; ++again) scan_row<T, kVectors, kMode>(rows, row, bias_smem, s);
       }
     }
-    float row_max = 0.0f, row_sum = 1.0f;
-    if (need_sum) staged_softmax_sum<T, kMode>(rows, row, bias_smem, row_max, row_sum);
+    if (need_sum) {
+      float row_max = 0.0f, row_sum = 1.0f;
+      staged_softmax_sum<T, kMode>(rows, row, bias_smem, row_max, row_sum);
+      store_sum(scratch, row_max, row_sum);
+    }
     const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(s.group_max, rows.K)), -3.402823466e38f);
     const int count = collect_staged<T, kVectors, kMode>(rows, row, bias_smem, s, threshold, scratch);
     fetch(t + num_warps);
     const bool fits = count <= WarpPolicy<kVectors>::kCandidates;
-    if (!fits || !finish_row<T, false>(p, bias, count, scratch, t, row_max, row_sum, hist)) {
+    if (!fits || !finish_row<T, false>(p, bias, count, scratch, t, hist)) {
       __syncwarp();
       route_exactly<T>(p, bias, t, scratch, hist);
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Router forward, one warp per token, rows of up to 1,024 experts in registers (sm_80 and up). Method: router_select.cuh.
+// Router forward, one warp per token, rows of up to 1,024 experts in registers (sm_80 and up). Method: router_select.cuh, router_rank.cuh.
 //
 //   logits [T, E] fp32/bf16/fp16 -> ids [T, K] int16/int32, weights [T, K] fp32, counts [E], offsets [E+1]; nothing [T, E].
 //   Grid: persistent, every warp strides over rows. Warps do not wait for each other until the end, where the last CTA turns counts
 //   into offsets. Bytes: T * E * sizeof(logit) read once, T * K * (id + 4) written.
 #pragma once
 
-#include "ops/router/cuda/router_select.cuh"
+#include "ops/router/cuda/router_rank.cuh"
 
 namespace waybill::cuda {
 
@@ -49,8 +49,7 @@ struct HeldRow {
         const int e = v * 128 + lane * 4;
         float4 b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (kFull || e < rows.E) b = *reinterpret_cast<const float4*>(bias_smem + e);
-        f[v][0] = filter_value<kMode>(rows.score, f[v][0], b.x), f[v][1] = filter_value<kMode>(rows.score, f[v][1], b.y);
-        f[v][2] = filter_value<kMode>(rows.score, f[v][2], b.z), f[v][3] = filter_value<kMode>(rows.score, f[v][3], b.w);
+        filter_values<kMode>(rows.score, f[v], b);
       }
     }
     return poison;
@@ -148,6 +147,7 @@ __device__ __forceinline__ bool route_held_row(const RouterForwardParams& p, con
   HeldRow<T, kVectors, kMode, kFull> s;
   const float poison = s.load(rows, row_of<T>(rows, t), bias_smem, need_sum);
   if (__any_sync(ptx::kFullWarp, poison != poison)) count_nonfinite_rows(p.status, 1);
+  if (need_sum) store_sum(scratch, s.sum_max, s.sum);
   std::uint32_t kept = 0xffffffffu;
   const bool is_grouped = kMode == kExact && p.num_kept < p.num_groups;
   if constexpr (kMode == kExact) {
@@ -185,13 +185,15 @@ __device__ __forceinline__ bool route_held_row(const RouterForwardParams& p, con
     for (int i = lane; i < count; i += 32) scratch.x[i] = to_float(row[scratch.id[i]]);
     __syncwarp();
   }
-  return finish_row<T, kMode == kExact>(p, bias, count, scratch, t, need_sum ? s.sum_max : 0.0f, need_sum ? s.sum : 1.0f, hist);
+  return finish_row<T, kMode == kExact>(p, bias, count, scratch, t, hist);
 }
 
-// Shared memory of a CTA: histogram [E], then the bias [E] where the mode has one. Ends with a barrier.
+// Shared memory of a CTA: histogram [E + 1], then the bias [E] where the mode has one. Waits for the previous kernel; ends with a
+// barrier.
 template <int kMode>
 __device__ __forceinline__ void prepare_cta(const RouterRows& rows, std::uint32_t* hist, float* bias_smem) {
   clear_histogram(hist, rows.E);
+  await_previous();
   if constexpr (kMode != kPlain) {
 #pragma unroll 4
     for (int e = static_cast<int>(threadIdx.x); e < rows.E; e += static_cast<int>(blockDim.x)) bias_smem[e] = effective_bias(rows, e);
@@ -200,11 +202,12 @@ __device__ __forceinline__ void prepare_cta(const RouterRows& rows, std::uint32_
 }
 // Elements rounded up so that the next part of shared memory is 16-byte aligned.
 __host__ __device__ constexpr int padded_experts(int E) { return (E + 3) / 4 * 4; }
-__host__ __device__ inline std::size_t cta_bytes(int E, int mode) { return static_cast<std::size_t>(padded_experts(E)) * (mode == kPlain ? 4 : 8); }
+// Histogram [E + 1] and bias [E].
+__host__ __device__ inline std::size_t cta_bytes(int E, int mode) { return static_cast<std::size_t>(padded_experts(E)) * (mode == kPlain ? 4 : 8) + 16; }
 
 // Threads of a CTA and CTAs an SM must hold: as many as the registers allow without spills.
 template <int kVectors, int kMode>
-inline constexpr int kUnstagedThreads = kMode == kExact || kVectors == 8 ? 256 : (kMode == kBiased ? 384 : 448);
+inline constexpr int kUnstagedThreads = kMode == kExact || kVectors == 8 ? 256 : (kMode == kBiased ? 384 : 512);
 template <int kVectors, int kMode>
 inline constexpr int kUnstagedBlocks = 2;
 
@@ -215,19 +218,21 @@ __global__ void __launch_bounds__(kUnstagedThreads<kVectors, kMode>, kUnstagedBl
   constexpr int kThreads = kUnstagedThreads<kVectors, kMode>;
   __shared__ WarpScratch<128> scratch[kThreads / 32];
   std::uint32_t* hist = reinterpret_cast<std::uint32_t*>(dynamic_smem);
-  float* bias_smem = reinterpret_cast<float*>(hist + padded_experts(p.rows.E));
+  float* bias_smem = reinterpret_cast<float*>(hist + padded_experts(p.rows.E) + 4);
+  begin_kernel();
   prepare_cta<kMode>(p.rows, hist, bias_smem);
   const int warp = static_cast<int>(threadIdx.x) >> 5;
-  const int num_warps = static_cast<int>(gridDim.x) * (kThreads / 32), T_rows = static_cast<int>(p.rows.T);
   // Warp w of all CTAs before warp w + 1: rows spread evenly over the SMs whatever T is.
-  for (int t = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); t < T_rows; t += num_warps) {
+  for (int t = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); t < static_cast<int>(p.rows.T);
+       t += static_cast<int>(gridDim.x) * (kThreads / 32)) {
     if (p.rows.padding != nullptr && p.rows.padding[t] != 0) {
-      write_empty_row(p, t);
+      write_empty_row(p, t, hist);
       continue;
     }
-    const bool done = route_held_row<T, kVectors, kMode, kFull>(p, bias_smem, t, scratch[warp], hist);
+    WarpScratch<128>& own = scratch[ptx::thread_again() >> 5];
+    const bool done = route_held_row<T, kVectors, kMode, kFull>(p, bias_smem, t, own, hist);
     if constexpr (kMode != kExact) {
-      if (!done) route_exactly<T>(p, kMode == kPlain ? nullptr : bias_smem, t, scratch[warp], hist);
+      if (!done) route_exactly<T>(p, kMode == kPlain ? nullptr : bias_smem, t, own, hist);
     }
   }
   flush_histogram(p, hist);

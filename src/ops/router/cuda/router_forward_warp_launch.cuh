@@ -32,7 +32,7 @@ void launch_unstaged(const RouterForwardParams& p, const DeviceLimits& limits, c
   const std::int64_t needed = (p.rows.T + kThreads / 32 - 1) / (kThreads / 32);
   const std::int64_t resident = static_cast<std::int64_t>(limits.num_sms) * blocks.load(std::memory_order_relaxed);
   const auto grid = static_cast<unsigned>(std::max<std::int64_t>(1, std::min(needed, resident)));
-  kernel<<<grid, kThreads, smem, stream>>>(p);
+  launch_kernel(kernel, grid, kThreads, smem, stream, limits.compute_major >= 9, p);
 }
 
 template <class T, int kVectors, int kMode>
@@ -49,7 +49,7 @@ void launch_staged(const RouterForwardParams& p, const DeviceLimits& limits, cud
   }
   const std::int64_t needed = (p.rows.T + warps - 1) / warps;
   const auto grid = static_cast<unsigned>(std::max<std::int64_t>(1, std::min<std::int64_t>(needed, limits.num_sms)));
-  kernel<<<grid, warps * 32, kFixed + static_cast<std::size_t>(warps) * kPerWarp, stream>>>(p);
+  launch_kernel(kernel, grid, static_cast<unsigned>(warps) * 32, kFixed + static_cast<std::size_t>(warps) * kPerWarp, stream, true, p);
 }
 
 template <class T, int kVectors>

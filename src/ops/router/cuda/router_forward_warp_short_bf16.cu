@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// ptxas: may spill finish_counts: once a launch, by one CTA
 // ptxas: may spill route_exactly: rows of ties and of underflowing scores only
 #include "ops/router/cuda/router_forward_warp_launch.cuh"
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/cuda/launch.h"
 #include "ops/router/cuda/router_staged_rows.cuh"
 
 namespace waybill::cuda {
@@ -71,6 +72,8 @@ template <class T, bool kSoftmax>
 __global__ void __launch_bounds__(kThreads) router_losses_generic(const __grid_constant__ RouterLossParams p) {
   extern __shared__ __align__(16) float a_smem[];  // [E padded]
   const RouterRows& rows = p.rows;
+  begin_kernel();
+  await_previous();
   const LossFactors factors = loss_factors(p);
   const float per_sequence = sequence_scale(p);
   load_aux_factors(p, 1.0f, a_smem);  // the factor is applied in double at the end
@@ -102,6 +105,8 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_losses_staged(const 
     ptx::mbarrier_init_fence();
   }
   __syncwarp();
+  begin_kernel();
+  await_previous();
   const auto fetch = [&](std::int64_t t) {
     if (lane == 0 && t >= 0) {
       ptx::mbarrier_arrive_expect(full, row_bytes);
@@ -147,6 +152,8 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_losses_staged(const 
 // aux_counts [E], sequence_counts [B, E], sequence_valid [B], valid_tokens [1]: zeroed before. Integer atomics only.
 __global__ void __launch_bounds__(kThreads) router_loss_prepare(const __grid_constant__ RouterLossParams p, std::int32_t* aux_counts) {
   const RouterRows& rows = p.rows;
+  begin_kernel();
+  await_previous();
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * (kThreads / 32);
   int valid = 0;
@@ -176,13 +183,13 @@ void launch_score(const RouterLossParams& p, const DeviceLimits& limits, cudaStr
     const StagedShape shape = staged_shape(limits, static_cast<std::size_t>(rows.E) * 4, static_cast<std::size_t>(rows.E) * sizeof(T), kStagedThreads / 32);
     const std::int64_t needed = (rows.T + shape.warps - 1) / shape.warps;
     const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>(needed, 1, static_cast<std::int64_t>(limits.num_sms) * shape.blocks));
-    router_losses_staged<T, kSoftmax><<<grid, shape.warps * 32, shape.smem, stream>>>(p);
+    launch_kernel(router_losses_staged<T, kSoftmax>, grid, static_cast<unsigned>(shape.warps) * 32, shape.smem, stream, true, p);
     return;
   }
   const std::size_t smem = static_cast<std::size_t>(padded_to_4(rows.E)) * sizeof(float);
   const auto grid =
       static_cast<unsigned>(std::clamp<std::int64_t>((rows.T + kThreads / 32 - 1) / (kThreads / 32), 1, static_cast<std::int64_t>(limits.num_sms) * 4));
-  router_losses_generic<T, kSoftmax><<<grid, kThreads, smem, stream>>>(p);
+  launch_kernel(router_losses_generic<T, kSoftmax>, grid, kThreads, smem, stream, limits.compute_major >= 9, p);
 }
 
 template <class T>
@@ -196,7 +203,7 @@ void launch(const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t 
 void launch_router_loss_prepare(const RouterLossParams& p, std::int32_t* aux_counts, const DeviceLimits& limits, cudaStream_t stream) {
   const auto grid =
       static_cast<unsigned>(std::clamp<std::int64_t>((p.rows.T + kThreads / 32 - 1) / (kThreads / 32), 1, static_cast<std::int64_t>(limits.num_sms) * 4));
-  router_loss_prepare<<<grid, kThreads, 0, stream>>>(p, aux_counts);
+  launch_kernel(router_loss_prepare, grid, kThreads, 0, stream, limits.compute_major >= 9, p, aux_counts);
 }
 
 void launch_router_losses(LogitType type, const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t stream) {

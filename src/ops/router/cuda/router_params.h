@@ -32,8 +32,9 @@ struct RouterRows {
 
 // Counting scratch: zero before the first launch, left zero by every launch.
 struct RouterCountScratch {
-  std::uint32_t* counts;  // [E]
-  std::uint32_t* ticket;  // CTAs that have finished
+  std::uint32_t* counts;   // [E], then the routes that rows could not fill
+  std::uint32_t* ticket;   // CTAs that have finished
+  std::uint32_t* reached;  // CTAs that have reached their end; null: the ticket decides who finishes (router_counts.cuh)
 };
 
 struct RouterForwardParams {
@@ -42,6 +43,7 @@ struct RouterForwardParams {
   void* ids;                             // [T, K]; null: only count
   int id_bytes;                          // 2 or 4
   float* weights;                        // [T, K]
+  float* factors;                        // [T] weight / score of a row, or null
   const void* replay_ids;                // [T, K] or null
   int replay_bytes;
   int forced;  // 1: forced balance
@@ -73,6 +75,7 @@ struct RouterBackwardParams {
   RouterLossParams loss;   // coefficients and counts; scratch for sequence counts
   const float* weights;    // [T, K]
   const float* d_weights;  // [T, K]
+  const float* factors;    // [T] of the forward pass, or null
   float loss_scale;
   float* d_logits;  // [T, d_stride] fp32
   std::int64_t d_stride;
@@ -90,6 +93,10 @@ void launch_router_forward_warp_short_bf16(const RouterForwardParams& p, const D
 void launch_router_forward_warp_long_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forward_warp_short_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forward_warp_long_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+// Short rows, four tokens a warp. False: not one of the kernel's problems; nothing was launched.
+bool launch_router_forward_quad_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+bool launch_router_forward_quad_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+bool launch_router_forward_quad_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forward_block(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forced(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 // Integer counts of the ids: aux_counts [E] (or null) and what p asks for; all zeroed by the caller before.

@@ -10,7 +10,7 @@
 // Code size matters as much as instruction count here (every warp is at another place): rare paths are out of line.
 #pragma once
 
-#include "ops/router/cuda/router_device.cuh"
+#include "ops/router/cuda/router_counts.cuh"
 #include "ops/router/cuda/tuning.h"
 
 namespace waybill::cuda {
@@ -36,10 +36,17 @@ struct alignas(16) WarpScratch {
   std::uint32_t key[kCandidates];
   float x[kCandidates];
   std::uint16_t id[kCandidates];
+  float row_max, row_sum;  // softmax denominator over all experts, where the weights need it (kept here, not in registers)
   // After ranking, `key` is reused: up to 64 sorted raw scores and ids.
   __device__ float* sorted_score() { return reinterpret_cast<float*>(key); }
   __device__ std::uint16_t* sorted_id() { return id; }
 };
+
+// Seen by the warp after its next __syncwarp().
+template <int kCandidates>
+__device__ __forceinline__ void store_sum(WarpScratch<kCandidates>& scratch, float row_max, float row_sum) {
+  if ((threadIdx.x & 31) == 0) scratch.row_max = row_max, scratch.row_sum = row_sum;
+}
 
 // T fits 31 bits (the host checks), offsets do not.
 template <class T>
@@ -71,12 +78,25 @@ __device__ __forceinline__ float exact_score(int score, float x) {
 // sigmoid to 1e-6 absolute.
 __device__ __forceinline__ float sigmoid_approx(float x) { return ptx::rcp_approx(1.0f + ptx::ex2_approx(scalar::mul(x, -1.44269504f))); }
 
-// -Inf for an expert that is no candidate; kPlain: only where x is not +Inf or NaN (the caller looks after these).
+// Filter values of four experts in place: -Inf for one that is no candidate; kPlain: only where x is not +Inf or NaN (the caller looks after
+// these).
 template <int kMode>
-__device__ __forceinline__ float filter_value(int score, float x, float bias) {
-  if constexpr (kMode == kPlain) return x;
-  const float f = (kMode == kExact ? exact_score(score, x) : (score == kScoreSigmoid ? sigmoid_approx(x) : x)) + bias;
-  return scalar::is_finite(f) && scalar::is_finite(x) ? f : -kInfinity;
+__device__ __forceinline__ void filter_values(int score, float (&x)[4], const float4& bias) {
+  if constexpr (kMode != kPlain) {
+    const float b[4] = {bias.x, bias.y, bias.z, bias.w}, given[4] = {x[0], x[1], x[2], x[3]};
+    if (kMode == kExact) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = exact_score(score, x[i]);
+    } else if (score == kScoreSigmoid) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = sigmoid_approx(x[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float f = x[i] + b[i];
+      x[i] = scalar::is_finite(f) && scalar::is_finite(given[i]) ? f : -kInfinity;
+    }
+  }
 }
 
 // Largest threshold found by bisection that at least K of the warp's group maxima reach, preferably with few more; -FLT_MAX where
@@ -209,179 +229,6 @@ __device__ __noinline__ int exact_candidates(const RouterRows& rows, const T* ro
     ties_left = max(ties_left - total, 0);
   }
   return count;
-}
-
-// Slots that the ranking reads: 32, 64 or all.
-template <int kCandidates>
-__device__ __forceinline__ int ranked_slots(int count) {
-  return count <= 32 ? 32 : (count <= 64 ? 64 : kCandidates);
-}
-
-// Turns the listed logits into raw scores (x) and exact keys (0: no candidate; also from `count` to the end of the ranked slots).
-template <int kCandidates>
-__device__ __forceinline__ void score_candidates(const RouterRows& rows, const float* bias_smem, int count, WarpScratch<kCandidates>& scratch) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-#pragma unroll 1
-  for (int i = lane; i < ranked_slots<kCandidates>(count); i += 32) {
-    std::uint32_t key = 0;
-    if (i < count) {
-      const float x = scratch.x[i], s = selection_score(rows.score, x);
-      const float k = scalar::add(s, bias_smem == nullptr ? 0.0f : bias_smem[scratch.id[i]]);
-      if (scalar::is_finite(x) && scalar::is_finite(k)) key = scalar::order_key(k);
-      scratch.x[i] = s;
-    }
-    scratch.key[i] = key;
-  }
-  __syncwarp();
-}
-
-// Ranks the scored candidates and leaves the best K sorted in scratch.sorted_*; returns how many there are (<= K).
-template <int kSlots, int kCandidates>
-__device__ __forceinline__ int rank_candidates(int K, int count, WarpScratch<kCandidates>& scratch) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  std::uint32_t key[kSlots], rank[kSlots];
-#pragma unroll
-  for (int q = 0; q < kSlots; ++q) key[q] = scratch.key[lane + 32 * q], rank[q] = 0;
-#pragma unroll 1
-  for (int j = 0; j < count; j += 4) {
-    const uint4 other = *reinterpret_cast<const uint4*>(scratch.key + j);
-#pragma unroll
-    for (int q = 0; q < kSlots; ++q) {
-      if (other.x > key[q]) ++rank[q];
-      if (other.y > key[q]) ++rank[q];
-      if (other.z > key[q]) ++rank[q];
-      if (other.w > key[q]) ++rank[q];
-    }
-  }
-  // Equal keys share a rank, which shows in the sum; then ids decide.
-  std::uint32_t sum = 0;
-#pragma unroll
-  for (int q = 0; q < kSlots; ++q) sum += lane + 32 * q < count ? rank[q] : 0u;
-  if (ptx::redux_add(sum) != static_cast<std::uint32_t>(count * (count - 1) / 2)) {
-#pragma unroll 1
-    for (int j = 0; j < count; ++j) {
-      const std::uint32_t other = scratch.key[j], other_id = scratch.id[j];
-#pragma unroll
-      for (int q = 0; q < kSlots; ++q) rank[q] += other == key[q] && other_id < scratch.id[lane + 32 * q];
-    }
-  }
-  float s[kSlots];
-  std::uint16_t id[kSlots];
-#pragma unroll
-  for (int q = 0; q < kSlots; ++q) s[q] = scratch.x[lane + 32 * q], id[q] = scratch.id[lane + 32 * q];
-  __syncwarp();
-  int chosen = 0;
-#pragma unroll
-  for (int q = 0; q < kSlots; ++q) {
-    const bool take = key[q] != 0 && rank[q] < static_cast<std::uint32_t>(K);
-    if (take) scratch.sorted_score()[rank[q]] = s[q], scratch.sorted_id()[rank[q]] = id[q];
-    chosen += __popc(__ballot_sync(ptx::kFullWarp, take));
-  }
-  __syncwarp();
-  return chosen;
-}
-
-// Writes one row's ids and weights from the sorted scores; `chosen` of K slots have a route. Sums run over the slots in a fixed order.
-// Rows whose scores underflow and parity mode go through row_weights().
-template <class T>
-__device__ __noinline__ void write_rare_row(const RouterForwardParams& p, int chosen, const std::uint16_t* ids, float* x, int t, float row_max, float row_sum) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const T* row = row_of<T>(p.rows, t);
-  for (int k = lane; k < p.rows.K; k += 32) x[k] = k < chosen ? to_float(row[ids[k]]) : __uint_as_float(0x7fc00000u);
-  __syncwarp();
-  row_weights(p.rows, x, row_max, row_sum, p.weights + static_cast<std::int64_t>(t) * p.rows.K);
-}
-
-// kRare: such rows are written here; otherwise false is returned and the caller must route the row again by route_exactly().
-template <class T, bool kRare, int kCandidates>
-__device__ __forceinline__ bool write_row(const RouterForwardParams& p, WarpScratch<kCandidates>& scratch, int chosen, int t, float row_max, float row_sum) {
-  const RouterRows& rows = p.rows;
-  const int lane = static_cast<int>(threadIdx.x) & 31, K = rows.K;
-  const bool is_softmax = rows.score == kScoreSoftmax || rows.score == kScoreSoftmaxSelected;
-  const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
-  const bool has0 = lane<chosen, has1 = lane + 32 < chosen, two = K> 32;
-  const std::int64_t at = static_cast<std::int64_t>(t) * K + lane;
-  float s0 = has0 ? scratch.sorted_score()[lane] : 0.0f, s1 = 0.0f;
-  if (lane < K) store_id(p.ids, p.id_bytes, at, has0 ? scratch.sorted_id()[lane] : -1);
-  if (two) {
-    s1 = has1 ? scratch.sorted_score()[lane + 32] : 0.0f;
-    if (lane + 32 < K) store_id(p.ids, p.id_bytes, at + 32, has1 ? scratch.sorted_id()[lane + 32] : -1);
-  }
-  float sum = 1.0f;
-  if (is_softmax) {
-    float shift = row_max;
-    if (renormalise) shift = rows.bias == nullptr ? __shfl_sync(ptx::kFullWarp, s0, 0) : warp_max(fmaxf(has0 ? s0 : -kInfinity, has1 ? s1 : -kInfinity));
-    s0 = has0 ? exp_difference(s0, shift) : 0.0f;
-    if (two) s1 = has1 ? exp_difference(s1, shift) : 0.0f;
-    sum = row_sum;
-  }
-  if (renormalise) {
-    sum = warp_sum(s0 + s1);
-    if ((!is_softmax && !(sum > 1e-12f)) || rows.epsilon > 0.0f) {  // underflow, parity; also rows without a route
-      if constexpr (kRare) write_rare_row<T>(p, chosen, scratch.sorted_id(), scratch.x, t, row_max, row_sum);
-      return kRare;
-    }
-  }
-  const float factor = scalar::mul(rows.scale, ptx::rcp_approx(fmaxf(sum, 1e-30f)));  // no route: 0 / 1e-30
-  if (lane < K) p.weights[at] = scalar::mul(s0, factor);
-  if (two && lane + 32 < K) p.weights[at + 32] = scalar::mul(s1, factor);
-  return true;
-}
-
-__device__ __forceinline__ void write_empty_row(const RouterForwardParams& p, int t) {
-  if (p.ids == nullptr) return;
-  for (int k = static_cast<int>(threadIdx.x) & 31; k < p.rows.K; k += 32) {
-    const std::int64_t at = static_cast<std::int64_t>(t) * p.rows.K + k;
-    store_id(p.ids, p.id_bytes, at, -1);
-    p.weights[at] = 0.0f;
-  }
-}
-
-// From the list of candidates to the outputs of row t. False: see write_row(); nothing was counted.
-template <class T, bool kRare, int kCandidates>
-__device__ __forceinline__ bool finish_row(const RouterForwardParams& p, const float* bias_smem, int count, WarpScratch<kCandidates>& scratch, int t,
-                                           float row_max, float row_sum, std::uint32_t* hist) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  score_candidates(p.rows, bias_smem, count, scratch);
-  int chosen = 0;
-  if (count <= 32) {
-    chosen = rank_candidates<1>(p.rows.K, count, scratch);
-  } else if (count <= 64) {
-    chosen = rank_candidates<2>(p.rows.K, count, scratch);
-  } else {
-    chosen = rank_candidates<kCandidates / 32>(p.rows.K, count, scratch);
-  }
-  if (p.ids != nullptr && !write_row<T, kRare>(p, scratch, chosen, t, row_max, row_sum)) return false;
-  if (chosen < p.rows.K) count_short_rows(p.status, 1);
-  if (lane < chosen) atomicAdd(hist + scratch.sorted_id()[lane], 1u);
-  if (lane + 32 < chosen) atomicAdd(hist + scratch.sorted_id()[lane + 32], 1u);
-  __syncwarp();
-  return true;
-}
-
-// One row without groups by the exact way, from global memory: rows of ties, of scores that underflow, and parity mode. Out of line and
-// called where nothing else is live, so that it costs the hot path no registers.
-template <class T, int kCandidates>
-__device__ __noinline__ void route_exactly(const RouterForwardParams& p, const float* bias_smem, int t, WarpScratch<kCandidates>& scratch,
-                                           std::uint32_t* hist) {
-  __syncwarp();  // the list may still be read by other lanes
-  const RouterRows& rows = p.rows;
-  const T* row = row_of<T>(rows, t);
-  float row_max = -kInfinity, row_sum = 0.0f;
-  if (rows.score == kScoreSoftmax && rows.renormalise == 0) {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    const auto value = [&](int e) {
-      const float x = to_float(row[e]);
-      return scalar::is_finite(x) && !(bias_smem != nullptr && is_masked(bias_smem[e])) ? x : -kInfinity;
-    };
-    for (int e = lane; e < rows.E; e += 32) row_max = fmaxf(row_max, value(e));
-    row_max = warp_max(row_max);
-    for (int e = lane; e < rows.E && row_max > -kInfinity; e += 32) row_sum += ptx::ex2_approx((value(e) - row_max) * 1.44269504f);
-    row_sum = warp_sum(row_sum);
-  }
-  const int count = exact_candidates(rows, row, bias_smem, false, 0xffffffffu, scratch);
-  __syncwarp();
-  (void)finish_row<T, true>(p, bias_smem, count, scratch, t, row_max, row_sum, hist);
 }
 
 }  // namespace waybill::cuda

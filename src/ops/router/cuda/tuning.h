@@ -20,4 +20,17 @@ inline constexpr int kMaxCandidates = 128;    // of a row after narrowing; more 
 inline constexpr int kMaxGroupedVectors = 8;  // grouped rows keep all keys in registers
 inline constexpr int kMaxFastGroups = 64;
 
+// What can be switched off to measure its worth.
+struct Policy {
+  bool quads = true;  // four tokens a warp for short rows
+  bool sums = true;   // counts are complete when they add up (router_counts.cuh); else by ticket
+};
+inline Policy& policy() {
+  static Policy policy;
+  return policy;
+}
+
+// Longer counts: every CTA reading them costs more than the fence and the ticket.
+inline bool counts_by_sum(int E) { return policy().sums && E <= 256; }
+
 }  // namespace waybill::cuda::router_tuning

@@ -1,0 +1,538 @@
+// SPDX-License-Identifier: Apache-2.0
+// Router forward for short rows (E = 128 or 256, K <= 8) on sm_90: one warp takes four tokens, 8 lanes each, so that the steps whose
+// cost does not depend on E (threshold, ranking, weights) are paid once for four rows. Plain rows, rows with a bias or a mask, and 8
+// groups of 32 experts scored by their best two.
+//
+//   One bulk copy brings the warp's four rows into shared memory; the next four are on their way while these are ranked.
+//   Threshold: 32 maxima of disjoint parts of a row; the 8th largest of each lane's best two, found by
+//   merging sorted lists over the lanes, is reached by 8 logits for certain and by 9 to 10 on random rows.
+//   Groups: scores of approximate keys. Where the last group kept and the first one dropped are closer than the largest possible error
+//   (one row in some thousand), the warp takes exact keys for that row.
+// Results are those of router_forward_warp.cuh; rows with too many candidates go through its exact path.
+#pragma once
+
+#include <atomic>
+
+#include "core/cuda/launch.h"
+#include "ops/router/cuda/router_forward_warp.cuh"
+
+namespace waybill::cuda {
+
+inline constexpr int kQuadMaxK = 8;
+inline constexpr int kQuadCandidates = 32;  // of one row
+enum QuadMode : int { kQuadPlain = 0, kQuadBiased = 1, kQuadGrouped = 2 };
+inline constexpr int kQuadThreads = 512;
+// CTAs an SM: 256 experts and biased rows need the registers more than the warps.
+template <int kVectors, int kMode>
+inline constexpr int kQuadBlocks = kMode == kQuadPlain&& kVectors == 4 ? 2 : 1;
+
+// Of one warp. The strides keep the four tokens' accesses in different banks.
+struct QuadEntry {
+  float x;
+  std::uint32_t id;
+};
+struct alignas(16) QuadScratch {
+  QuadEntry list[4][kQuadCandidates + 8];
+  std::uint32_t key[4][kQuadCandidates + 4];
+  QuadEntry sorted[4][kQuadMaxK];
+  float row_max[4], row_sum[4];  // softmax denominators, where the weights need them (kept here, not in registers)
+};
+
+// Reductions over the 8 lanes of a token.
+__device__ __forceinline__ float quad_max(float v) {
+#pragma unroll
+  for (int step = 4; step > 0; step >>= 1) v = fmaxf(v, __shfl_xor_sync(ptx::kFullWarp, v, step));
+  return v;
+}
+__device__ __forceinline__ float quad_sum(float v) {
+#pragma unroll
+  for (int step = 4; step > 0; step >>= 1) v += __shfl_xor_sync(ptx::kFullWarp, v, step);
+  return v;
+}
+
+__device__ __forceinline__ void order2(float& a, float& b) {
+  const float high = fmaxf(a, b);
+  b = fminf(a, b), a = high;
+}
+// A bitonic sequence into descending order.
+template <int kSize>
+__device__ __forceinline__ void sort_bitonic(float (&v)[kSize]) {
+#pragma unroll
+  for (int step = kSize / 2; step > 0; step >>= 1) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if ((i & step) == 0) order2(v[i], v[i + step]);
+    }
+  }
+}
+
+// A value that 8 of the 32 values of 8 lanes reach: the 8th largest of each lane's best two.
+__device__ __forceinline__ float eighth_largest(float (&m)[4]) {
+  order2(m[0], m[1]), order2(m[2], m[3]);
+  float two[2] = {fmaxf(m[0], m[2]), fmaxf(fminf(m[0], m[2]), fmaxf(m[1], m[3]))}, four[4], best[8];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) four[i] = two[i], four[3 - i] = __shfl_xor_sync(ptx::kFullWarp, two[i], 1);
+  sort_bitonic(four);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) best[i] = four[i], best[7 - i] = __shfl_xor_sync(ptx::kFullWarp, four[i], 2);
+  sort_bitonic(best);
+  float smallest = kInfinity;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float other = __shfl_xor_sync(ptx::kFullWarp, best[7 - i], 4);
+    smallest = fminf(smallest, fmaxf(best[i], other));
+  }
+  return smallest;
+}
+
+// Bit g of the result: group g of this row is kept, by exact keys. The whole warp works on one row; 8 groups of 32.
+template <class T>
+__device__ __noinline__ unsigned exact_kept_groups(const RouterForwardParams& p, const T* row, const float* bias_smem) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto value_of = [](std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); };
+  std::uint32_t key[8];
+#pragma unroll
+  for (int g = 0; g < 8; ++g) {  // groups are only allowed with softmax and sigmoid scores here
+    const float x = to_float(row[g * 32 + lane]), k = scalar::add(p.rows.score == kScoreSigmoid ? scalar::sigmoid(x) : x, bias_smem[g * 32 + lane]);
+    key[g] = scalar::is_finite(x) && scalar::is_finite(k) ? scalar::order_key(k) : 0u;
+  }
+  std::uint64_t composite[8];
+#pragma unroll
+  for (int g = 0; g < 8; ++g) {
+    const std::uint32_t best = ptx::redux_max(key[g]);
+    const int first = __ffs(static_cast<int>(__ballot_sync(ptx::kFullWarp, key[g] == best))) - 1;
+    const std::uint32_t second = ptx::redux_max(lane == first ? 0u : key[g]);
+    const bool two = second != 0 && p.group_best == 2;
+    const float score = two ? scalar::add(value_of(best), value_of(second)) : value_of(best);
+    const std::uint64_t count = best == 0 ? 0u : (two ? 2u : 1u);
+    composite[g] = count == 0 ? 0u : (count << 48) | (static_cast<std::uint64_t>(scalar::order_key(score)) << 16) | static_cast<std::uint64_t>(7 - g);
+  }
+  unsigned kept = 0;
+#pragma unroll
+  for (int g = 0; g < 8; ++g) {
+    int rank = 0;
+#pragma unroll
+    for (int other = 0; other < 8; ++other) rank += composite[other] > composite[g];
+    kept |= rank < p.num_kept ? 1u << g : 0u;
+  }
+  return kept;
+}
+
+// The kept groups of this lane's token, from its keys f [8 vectors = groups][4] to within 4.5e-7 and an ulp. Bit g as above; `certain`
+// is false where exact keys must decide.
+__device__ __forceinline__ unsigned kept_groups(const RouterForwardParams& p, const float (&f)[8][4], bool& certain) {
+  const int lane = static_cast<int>(threadIdx.x) & 31, sub = lane & 7;
+  float best[8], second[8];
+#pragma unroll
+  for (int g = 0; g < 8; ++g) {
+    const float a = fmaxf(f[g][0], f[g][1]), b = fminf(f[g][0], f[g][1]), c = fmaxf(f[g][2], f[g][3]), d = fminf(f[g][2], f[g][3]);
+    best[g] = fmaxf(a, c), second[g] = fmaxf(fminf(a, c), fmaxf(b, d));
+  }
+  // Each step halves the groups a lane looks after; in the end lane `sub` has group `sub` of all 8 lanes.
+#pragma unroll
+  for (int half = 4; half > 0; half >>= 1) {
+    const bool upper = (sub & half) != 0;
+#pragma unroll
+    for (int g = 0; g < half; ++g) {
+      const float sent_best = upper ? best[g] : best[g + half], sent_second = upper ? second[g] : second[g + half];
+      const float b = upper ? best[g + half] : best[g], s = upper ? second[g + half] : second[g];
+      const float other_best = __shfl_xor_sync(ptx::kFullWarp, sent_best, half), other_second = __shfl_xor_sync(ptx::kFullWarp, sent_second, half);
+      second[g] = fmaxf(fminf(b, other_best), fmaxf(s, other_second));
+      best[g] = fmaxf(b, other_best);
+    }
+  }
+  const float score = p.group_best == 2 ? best[0] + second[0] : best[0];
+  const float size = fabsf(best[0]) + (p.group_best == 2 ? fabsf(second[0]) : 0.0f);
+  int rank = 0;
+#pragma unroll
+  for (int g = 0; g < 8; ++g) {
+    const float other = __shfl_sync(ptx::kFullWarp, score, g, 8);
+    rank += other > score || (other == score && g < sub);
+  }
+  const bool keep = rank < p.num_kept;
+  const float lowest_kept = -quad_max(keep ? -score : -kInfinity), highest_dropped = quad_max(keep ? -kInfinity : score), amplitude = quad_max(size);
+  // A key is off by at most 4.5e-7 (2^x 2 ulp, 1/x 1 ulp, the sum 1/2; the exact score 3) and half an ulp of the biased sum on both sides;
+  // two keys a group, their sum rounded once more on both sides; two groups: 1.8e-6 and 4.8e-7 of the size.
+  certain = lowest_kept - highest_dropped > 2.5e-6f + 8.0e-7f * amplitude;  // false for a group without two candidates (-Inf, NaN)
+  return (__ballot_sync(ptx::kFullWarp, keep) >> (lane & 24)) & 0xffu;
+}
+
+// Leaves each row's best K sorted: logits where true is returned (see logit_key()), else scores. Warp uniform.
+template <class T, int kSlots>
+__device__ __forceinline__ bool rank_quad(const RouterRows& rows, const float* bias_smem, int count, int most, QuadScratch& scratch) {
+  const int lane = static_cast<int>(threadIdx.x) & 31, sub = lane & 7, token = lane >> 3;
+  float s[kSlots];
+  std::uint32_t key[kSlots], id[kSlots];
+  int rank[kSlots];
+  bool by_logit = sizeof(T) == 2 && bias_smem == nullptr;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int q = 0; q < kSlots; ++q) {
+      by_logit = by_logit && (sub + 8 * q >= count || orders_like_its_score(rows.score, scratch.list[token][sub + 8 * q].x));
+    }
+    by_logit = __all_sync(ptx::kFullWarp, by_logit);
+  }
+#pragma unroll
+  for (int q = 0; q < kSlots; ++q) {
+    const int i = sub + 8 * q;
+    const QuadEntry entry = scratch.list[token][i];
+    s[q] = entry.x, key[q] = 0, rank[q] = 0, id[q] = entry.id;
+    if (i < count && by_logit) {
+      key[q] = logit_key<T>(entry.x, entry.id);
+    } else if (i < count) {
+      s[q] = rows.score == kScoreSigmoid ? scalar::sigmoid(entry.x) : entry.x;
+      const float k = bias_smem == nullptr ? s[q] : scalar::add(s[q], bias_smem[entry.id]);
+      key[q] = scalar::is_finite(k) ? scalar::order_key(k) : 0u;
+    }
+    scratch.key[token][i] = key[q];
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int j = 0; j < most; j += 4) {
+    const uint4 other = *reinterpret_cast<const uint4*>(&scratch.key[token][j]);
+#pragma unroll
+    for (int q = 0; q < kSlots; ++q) {
+      if (other.x > key[q]) ++rank[q];
+      if (other.y > key[q]) ++rank[q];
+      if (other.z > key[q]) ++rank[q];
+      if (other.w > key[q]) ++rank[q];
+    }
+  }
+  // Equal keys share a rank, which shows in the sum over the warp; then ids decide.
+  int off = sub == 0 ? -(count * (count - 1) / 2) : 0;
+#pragma unroll
+  for (int q = 0; q < kSlots; ++q) off += sub + 8 * q < count ? rank[q] : 0;
+  if (ptx::redux_add(static_cast<unsigned>(off)) != 0) {
+#pragma unroll 1
+    for (int j = 0; j < most; ++j) {
+      const std::uint32_t other = scratch.key[token][j], other_id = scratch.list[token][j].id;
+#pragma unroll
+      for (int q = 0; q < kSlots; ++q) rank[q] += j < count && other == key[q] && other_id < id[q];
+    }
+  }
+#pragma unroll
+  for (int q = 0; q < kSlots; ++q) {
+    if (key[q] != 0 && rank[q] < rows.K) scratch.sorted[token][rank[q]] = QuadEntry{s[q], id[q]};
+  }
+  return by_logit;
+}
+
+// More than 16 candidates: rare, so it costs the hot path neither code nor registers.
+template <class T>
+__device__ __noinline__ bool rank_long_quad(const RouterRows& rows, const float* bias_smem, int count, int most, QuadScratch& scratch) {
+  return rank_quad<T, 4>(rows, bias_smem, count, most, scratch);
+}
+
+// kVectors * 32 experts. T: logits; kMode: QuadMode. Four rows from t0 on are in `rows_smem` [4][E]. False: they must go through the
+// exact path one by one; nothing but rows that are not finite was counted. `next()` is called once the rows have been read.
+template <class T, int kVectors, int kMode, class Next>
+__device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0, T* rows_smem, const float* bias_smem, QuadScratch& scratch,
+                                           std::uint32_t* hist, const Next& next) {
+  const RouterRows& rows = p.rows;
+  constexpr int kWide = kMode == kQuadGrouped || sizeof(T) == 4 ? 4 : 8;  // experts of one access
+  constexpr int kExperts = kVectors * 32, kHeld = kExperts / 8;
+  const int lane = static_cast<int>(threadIdx.x) & 31, sub = lane & 7, token = lane >> 3, K = rows.K, t = t0 + token;
+  const bool exists = t < static_cast<int>(rows.T), active = exists && !(rows.padding != nullptr && rows.padding[exists ? t : t0] != 0);
+  T* row = rows_smem + token * kExperts;
+  const auto expert_of = [&](int j) { return j / kWide * (8 * kWide) + sub * kWide + j % kWide; };
+  float f[kHeld / 4][4];  // entry j at [j / 4][j % 4]
+  const auto load_entries = [&] {
+    if constexpr (kWide == 8) {  // 16-byte accesses of 16-bit logits
+#pragma unroll
+      for (int v = 0; v < kHeld / 4; v += 2) {
+        const uint4 raw = *reinterpret_cast<const uint4*>(row + expert_of(v * 4));
+        widen4<T>(make_uint2(raw.x, raw.y), f[v]), widen4<T>(make_uint2(raw.z, raw.w), f[v + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kHeld / 4; ++v) load4<T, false>(row + expert_of(v * 4), f[v]);
+    }
+  };
+  load_entries();
+  float poison[4] = {};
+#pragma unroll
+  for (int v = 0; v < kHeld / 4; ++v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) poison[i] = __fmaf_rn(f[v][i], 0.0f, poison[i]);
+  }
+  const float poisoned_sum = (poison[0] + poison[1]) + (poison[2] + poison[3]);
+  const unsigned poisoned = __ballot_sync(ptx::kFullWarp, active && poisoned_sum != poisoned_sum);
+  if (poisoned != 0) {
+    count_nonfinite_rows(p.status, ((poisoned & 0xffu) != 0) + ((poisoned & 0xff00u) != 0) + ((poisoned & 0xff0000u) != 0) + (poisoned >> 24 != 0));
+#pragma unroll 1
+    for (int j = 0; j < kHeld; ++j) {  // in place: -Inf is never chosen and NaN has no key
+      T& x = row[expert_of(j)];
+      if (!scalar::is_finite(to_float(x))) x = static_cast<T>(kMode == kQuadPlain ? -kInfinity : __uint_as_float(0x7fc00000u));
+    }
+    ptx::fence_async_proxy();  // before the copy engine writes the rows again
+    load_entries();
+  }
+  const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
+  if (need_sum) {
+    const auto value = [&](int v, int i) {
+      const float x = f[v][i];
+      if constexpr (kMode == kQuadPlain) return x;
+      return x == x && !is_masked(bias_smem[expert_of(v * 4 + i)]) ? x : -kInfinity;
+    };
+    float row_max = -kInfinity, row_sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kHeld / 4; ++v) row_max = fmaxf(row_max, fmaxf(fmaxf(value(v, 0), value(v, 1)), fmaxf(value(v, 2), value(v, 3))));
+    row_max = quad_max(row_max);
+    if (row_max > -kInfinity) {
+#pragma unroll
+      for (int v = 0; v < kHeld / 4; ++v) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row_sum += ptx::ex2_approx((value(v, i) - row_max) * 1.44269504f);
+      }
+    }
+    row_sum = quad_sum(row_sum);
+    if (sub == 0) scratch.row_max[token] = row_max, scratch.row_sum[token] = row_sum;
+  }
+  if constexpr (kMode != kQuadPlain) {
+#pragma unroll
+    for (int v = 0; v < kHeld / 4; ++v) {
+      const float4 b = *reinterpret_cast<const float4*>(bias_smem + expert_of(v * 4));
+      const float bias[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f[v][i] = (rows.score == kScoreSigmoid ? sigmoid_approx(f[v][i]) : f[v][i]) + bias[i];
+    }
+    if (poisoned != 0 || rows.mask != nullptr) {  // NaN: not finite, or masked
+#pragma unroll
+      for (int v = 0; v < kHeld / 4; ++v) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f[v][i] = fmaxf(f[v][i], -kInfinity);
+      }
+    }
+  }
+  if constexpr (kMode == kQuadGrouped) {
+    bool certain = true;
+    unsigned kept = kept_groups(p, f, certain);
+    unsigned doubtful = __ballot_sync(ptx::kFullWarp, !certain && active);
+    while (doubtful != 0) {
+      const int which = (__ffs(static_cast<int>(doubtful)) - 1) >> 3;
+      const unsigned exact = exact_kept_groups(p, rows_smem + which * kExperts, bias_smem);
+      kept = which == token ? exact : kept;
+      doubtful &= ~(0xffu << (which * 8));
+    }
+#pragma unroll
+    for (int v = 0; v < kHeld / 4; ++v) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f[v][i] = (kept >> v & 1u) != 0 ? f[v][i] : -kInfinity;
+    }
+  }
+  // Maxima over the same place of all vectors: every one of them has entries in each group.
+  float maxima[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    maxima[i] = f[0][i];
+#pragma unroll
+    for (int v = 1; v < kHeld / 4; ++v) maxima[i] = fmaxf(maxima[i], f[v][i]);
+  }
+  constexpr int kFilter = kMode == kQuadPlain ? kPlain : kBiased;
+  float threshold = fmaxf(lowered_threshold(kFilter, rows.score, eighth_largest(maxima)), -3.402823466e38f);
+  threshold = threshold == 0.0f ? -1.4e-45f : threshold;  // so that the sign of a difference tells -0 from what lies below
+  if constexpr (kMode == kQuadPlain) {                    // read again: the registers were free in between
+    __syncwarp();
+    load_entries();
+  }
+  unsigned below = 0;  // bit kHeld - 1 - j: entry j is below the threshold
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    below = __funnelshift_l(__float_as_uint(f[j / 4][j % 4] - threshold), below, 1);
+    if (kMode == kQuadPlain && j == kHeld / 2) __syncwarp();
+  }
+  unsigned hits = active ? ~below & (kHeld == 32 ? 0xffffffffu : (1u << kHeld % 32) - 1u) : 0u;
+  const int mine = __popc(hits);
+  int slot = mine;
+#pragma unroll
+  for (int step = 1; step < 8; step <<= 1) {
+    const int lower = __shfl_up_sync(ptx::kFullWarp, slot, step, 8);
+    if (sub >= step) slot += lower;
+  }
+  const int count = __shfl_sync(ptx::kFullWarp, slot, 7, 8);
+  slot -= mine;
+  const int most = static_cast<int>(ptx::redux_max(static_cast<unsigned>(count)));
+  if (most > kQuadCandidates) {
+    __syncwarp();
+    next();
+    return false;
+  }
+  while (hits != 0) {  // two at a time: their loads overlap
+    const int j0 = __clz(static_cast<int>(hits)) - (32 - kHeld), e0 = expert_of(j0);
+    hits ^= 1u << (kHeld - 1 - j0);
+    const bool second = hits != 0;
+    const int j1 = second ? __clz(static_cast<int>(hits)) - (32 - kHeld) : j0, e1 = expert_of(j1);
+    const float x0 = to_float(row[e0]), x1 = to_float(row[e1]);
+    scratch.list[token][slot] = QuadEntry{x0, static_cast<std::uint32_t>(e0)};
+    if (second) {
+      hits ^= 1u << (kHeld - 1 - j1);
+      scratch.list[token][slot + 1] = QuadEntry{x1, static_cast<std::uint32_t>(e1)};
+    }
+    slot += 2;
+  }
+  __syncwarp();
+  next();
+  const float* bias = kMode == kQuadPlain ? nullptr : bias_smem;
+  const bool by_logit = most <= 16 ? rank_quad<T, 2>(rows, bias, count, most, scratch) : rank_long_quad<T>(rows, bias, count, most, scratch);
+  __syncwarp();
+  const int chosen = min(count, K);
+  const bool has = sub < chosen;
+  const QuadEntry own = scratch.sorted[token][sub];
+  float s = has ? own.x : 0.0f;
+  const bool is_softmax = rows.score == kScoreSoftmax || rows.score == kScoreSoftmaxSelected;
+  const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
+  if (sizeof(T) == 2 && by_logit && !is_softmax) s = has ? scalar::sigmoid(s) : 0.0f;
+  float sum = 1.0f;
+  if (is_softmax) {
+    float shift = scratch.row_max[token];
+    if (renormalise) shift = kMode == kQuadPlain ? __shfl_sync(ptx::kFullWarp, s, 0, 8) : quad_max(has ? s : -kInfinity);
+    s = has ? exp_difference(s, shift) : 0.0f;
+    sum = scratch.row_sum[token];
+  }
+  if (renormalise) {
+    sum = quad_sum(s);
+    const bool rare = (!is_softmax && active && chosen > 0 && !(sum > 1e-12f)) || rows.epsilon > 0.0f;
+    if (__any_sync(ptx::kFullWarp, rare)) return false;  // underflow or parity
+  }
+  const unsigned is_short = __ballot_sync(ptx::kFullWarp, active && chosen < K);
+  if (is_short != 0) {
+    count_short_rows(p.status, ((is_short & 0xffu) != 0) + ((is_short & 0xff00u) != 0) + ((is_short & 0xff0000u) != 0) + (is_short >> 24 != 0));
+  }
+  if (exists && sub == 0 && chosen < K) atomicAdd(hist + rows.E, static_cast<std::uint32_t>(K - chosen));
+  if (p.ids != nullptr && exists && sub < K) {
+    const std::int64_t at = static_cast<std::int64_t>(t) * K + sub;
+    store_id(p.ids, p.id_bytes, at, has ? static_cast<std::int32_t>(own.id) : -1);
+    const float factor = scalar::mul(rows.scale, ptx::rcp_approx(fmaxf(sum, 1e-30f)));
+    p.weights[at] = scalar::mul(s, factor);
+    if (sub == 0) store_factor(rows, p.factors, t, chosen > 0 ? factor : 0.0f);
+  }
+  if (has) atomicAdd(hist + own.id, 1u);
+  __syncwarp();
+  return true;
+}
+
+// Grouped rows that need the exact path: the groups first, then route_exactly() with the dropped experts masked.
+template <class T, int kExperts>
+__device__ __noinline__ void route_grouped_exactly(const RouterForwardParams& p, const float* bias_smem, int t, WarpScratch<128>& scratch,
+                                                   std::uint32_t* hist) {
+  const T* row = row_of<T>(p.rows, t);
+  const unsigned groups = exact_kept_groups(p, row, bias_smem);
+  __syncwarp();
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  std::uint32_t kept = 0;  // of this lane's experts in vectors of 128: see exact_candidates()
+#pragma unroll
+  for (int v = 0; v < kExperts / 128; ++v) kept |= (groups >> (v * 4 + lane / 8) & 1u) << v;
+  const int count = exact_candidates(p.rows, row, bias_smem, true, kept, scratch);
+  __syncwarp();
+  (void)finish_row<T, true>(p, bias_smem, count, scratch, t, hist);
+}
+
+// Dynamic shared memory: the rows of each warp, then its scratch.
+template <class T, int kVectors>
+__host__ __device__ constexpr int quad_warp_bytes() {
+  return 4 * kVectors * 32 * static_cast<int>(sizeof(T)) + static_cast<int>(sizeof(QuadScratch));
+}
+
+template <class T, int kVectors, int kMode>
+__global__ void __launch_bounds__(kQuadThreads, kQuadBlocks<kVectors, kMode>) router_forward_quad(const __grid_constant__ RouterForwardParams p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  static_assert(sizeof(QuadScratch) >= sizeof(WarpScratch<128>));
+  constexpr int kExperts = kVectors * 32, kWarps = kQuadThreads / 32;
+  extern __shared__ __align__(16) unsigned char dynamic_smem[];
+  __shared__ std::uint32_t hist[kExperts + 1];
+  __shared__ __align__(16) float bias_smem[kMode == kQuadPlain ? 4 : kExperts];
+  __shared__ std::uint64_t barriers[kWarps];
+  const RouterRows& rows = p.rows;
+  // Of this warp; read anew where they are used, so that no register holds them.
+  const auto warp = [] { return static_cast<int>(ptx::thread_again() >> 5); };
+  const auto rows_smem = [&] { return reinterpret_cast<T*>(dynamic_smem) + warp() * 4 * kExperts; };
+  const auto scratch = [&]() -> QuadScratch& { return reinterpret_cast<QuadScratch*>(dynamic_smem + kWarps * 4 * kExperts * sizeof(T))[warp()]; };
+  begin_kernel();
+  if ((threadIdx.x & 31) == 0) {
+    ptx::mbarrier_init(barriers + warp(), 1);
+    ptx::mbarrier_init_fence();
+  }
+  clear_histogram(hist, rows.E);
+  __syncwarp();
+  await_previous();
+  constexpr std::uint32_t kRowBytes = kExperts * sizeof(T);
+  const auto fetch = [&](int t0) {
+    const int T_rows = static_cast<int>(rows.T);
+    if ((threadIdx.x & 31) != 0 || t0 >= T_rows) return;
+    const int count = min(4, T_rows - t0);
+    std::uint64_t* full = barriers + warp();
+    ptx::mbarrier_arrive_expect(full, static_cast<std::uint32_t>(count) * kRowBytes);
+    if (rows.row_stride == kExperts) {
+      ptx::bulk_load(rows_smem(), row_of<T>(rows, t0), static_cast<std::uint32_t>(count) * kRowBytes, full);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) ptx::bulk_load(rows_smem() + i * kExperts, row_of<T>(rows, t0 + i), kRowBytes, full);
+    }
+  };
+  int t0 = (warp() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * 4;
+  fetch(t0);
+  if constexpr (kMode != kQuadPlain) {
+    for (int e = static_cast<int>(threadIdx.x); e < kExperts; e += kQuadThreads) bias_smem[e] = effective_bias(rows, e);
+  }
+  __syncthreads();
+  for (std::uint32_t parity = 0; t0 < static_cast<int>(rows.T); parity ^= 1u) {
+    ptx::mbarrier_wait(barriers + warp(), parity);
+    const int stride = static_cast<int>(gridDim.x) * kWarps * 4;
+    const bool done = route_quad<T, kVectors, kMode>(p, t0, rows_smem(), bias_smem, scratch(), hist, [&] { fetch(t0 + stride); });
+    for (int t = t0; !done && t < min(t0 + 4, static_cast<int>(rows.T)); ++t) {
+      __syncwarp();
+      WarpScratch<128>& list = reinterpret_cast<WarpScratch<128>&>(scratch());
+      if (rows.padding != nullptr && rows.padding[t] != 0) {
+        write_empty_row(p, t, hist);
+      } else if constexpr (kMode == kQuadGrouped) {
+        route_grouped_exactly<T, kExperts>(p, bias_smem, t, list, hist);
+      } else {
+        route_exactly<T>(p, kMode == kQuadPlain ? nullptr : bias_smem, t, list, hist);
+      }
+    }
+    __syncwarp();
+    t0 += stride;
+  }
+  flush_histogram(p, hist);
+  finish_counts(p);
+#endif
+}
+
+// The mode in which the quad kernel takes the problem, or -1.
+inline int quad_mode(const RouterForwardParams& p, std::size_t logit_size, const DeviceLimits& limits) {
+  const RouterRows& rows = p.rows;
+  const bool has_groups = p.num_kept < p.num_groups, has_bias = rows.bias != nullptr || rows.mask != nullptr;
+  if (limits.compute_major < 9 || rows.K > kQuadMaxK || (rows.E != 128 && rows.E != 256)) return -1;
+  if (static_cast<std::size_t>(rows.row_stride) * logit_size % 16 != 0 || reinterpret_cast<std::uintptr_t>(rows.logits) % 16 != 0) return -1;
+  if (rows.score == kScoreSqrtSoftplus) return -1;
+  if (!has_groups) return has_bias ? kQuadBiased : kQuadPlain;
+  return p.num_groups == 8 && rows.E == 256 && p.group_best <= 2 && !(rows.score == kScoreSoftmax && rows.renormalise == 0) ? kQuadGrouped : -1;
+}
+
+template <class T, int kVectors, int kMode>
+void launch_quad(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  constexpr int kWarps = kQuadThreads / 32, kBytes = quad_warp_bytes<T, kVectors>() * kWarps, kBlocks = kQuadBlocks<kVectors, kMode>;
+  const auto kernel = router_forward_quad<T, kVectors, kMode>;
+  static std::atomic<bool> done[16] = {};
+  if (!done[limits.device & 15].exchange(true)) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const std::int64_t needed = ((p.rows.T + 3) / 4 + kWarps - 1) / kWarps, resident = static_cast<std::int64_t>(limits.num_sms) * kBlocks;
+  const auto grid = static_cast<unsigned>(needed < 1 ? 1 : (needed < resident ? needed : resident));
+  launch_kernel(kernel, grid, kQuadThreads, kBytes, stream, true, p);
+}
+
+// False: not a problem of this kernel; nothing was launched.
+template <class T>
+bool launch_quads(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
+  const int mode = quad_mode(p, sizeof(T), limits);
+  if (mode < 0) return false;
+  if (mode == kQuadGrouped) {
+    launch_quad<T, 8, kQuadGrouped>(p, limits, stream);
+  } else if (p.rows.E == 128) {
+    mode == kQuadBiased ? launch_quad<T, 4, kQuadBiased>(p, limits, stream) : launch_quad<T, 4, kQuadPlain>(p, limits, stream);
+  } else {
+    mode == kQuadBiased ? launch_quad<T, 8, kQuadBiased>(p, limits, stream) : launch_quad<T, 8, kQuadPlain>(p, limits, stream);
+  }
+  return true;
+}
+
+}  // namespace waybill::cuda
