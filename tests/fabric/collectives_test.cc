@@ -7,7 +7,7 @@
 #include <numeric>
 #include <thread>
 
-#include "waybill/fabric.h"
+#include "fabric/engine.h"
 #include "waybill/random.h"
 
 namespace waybill {
@@ -18,9 +18,9 @@ const int kSizes[] = {1, 2, 3, 4, 8, 17, 72};
 TEST(Fabric, RunRanksGivesEachRankItsNumberOnce) {
   for (const int P : kSizes) {
     std::vector<std::atomic<int>> seen(static_cast<std::size_t>(P));
-    run_ranks(P, [&](Fabric& fabric) {
+    run_engine(P, [&](Fabric& fabric) {
       EXPECT_EQ(fabric.size(), P);
-      EXPECT_STREQ(fabric.engine(), "threads");
+      EXPECT_STREQ(fabric.engine(), engine_name());
       EXPECT_EQ(fabric.topology().node_of.size(), static_cast<std::size_t>(P));
       ++seen[static_cast<std::size_t>(fabric.rank())];
     });
@@ -31,7 +31,7 @@ TEST(Fabric, RunRanksGivesEachRankItsNumberOnce) {
 TEST(Fabric, NobodyPassesABarrierBeforeTheLastHasCome) {
   for (const int P : kSizes) {
     std::atomic<int> arrived{0};
-    run_ranks(P, [&](Fabric& fabric) {
+    run_engine(P, [&](Fabric& fabric) {
       for (int round = 1; round <= 5; ++round) {
         ++arrived;
         fabric.barrier("in");
@@ -46,7 +46,7 @@ TEST(Fabric, AllGatherIsInRankOrderForSmallAndLargeMessages) {
   for (const int P : kSizes) {
     for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{1000}, std::size_t{5000}}) {  // 5000 int64 pass 16 KiB
       if (P == 72 && count == 5000) continue;                                                                 // 200 MB in all
-      run_ranks(P, [&](Fabric& fabric) {
+      run_engine(P, [&](Fabric& fabric) {
         std::vector<std::int64_t> mine(count), all(count * static_cast<std::size_t>(P), -1);
         for (std::size_t i = 0; i < count; ++i) mine[i] = fabric.rank() * 100000 + static_cast<std::int64_t>(i);
         fabric.all_gather(mine.data(), all.data(), count * sizeof(std::int64_t), "gather");
@@ -83,7 +83,7 @@ struct Ragged {
 
 TEST(Fabric, AllToAllMovesRaggedMessages) {
   for (const int P : {1, 2, 3, 4, 8, 72}) {
-    run_ranks(P, [&](Fabric& fabric) {
+    run_engine(P, [&](Fabric& fabric) {
       Ragged data(fabric, 0);
       fabric.all_to_all(data.send_spans, data.receive_spans, "ragged");
       data.check(fabric, 0);
@@ -92,7 +92,7 @@ TEST(Fabric, AllToAllMovesRaggedMessages) {
 }
 
 TEST(Fabric, PendingExchangesMayBeWaitedForInAnyOrder) {
-  run_ranks(4, [&](Fabric& fabric) {
+  run_engine(4, [&](Fabric& fabric) {
     for (int round = 0; round < 20; ++round) {
       Ragged a(fabric, 1), b(fabric, 2), c(fabric, 3);
       auto wait_a = fabric.all_to_all_start(a.send_spans, a.receive_spans, "a");
@@ -117,7 +117,7 @@ TEST(Fabric, PendingExchangesMayBeWaitedForInAnyOrder) {
 }
 
 TEST(Fabric, SendBuffersMayBeReusedRightAfterTheWait) {
-  run_ranks(3, [&](Fabric& fabric) {
+  run_engine(3, [&](Fabric& fabric) {
     std::vector<std::int32_t> send(30000), receive(30000);
     for (int round = 0; round < 50; ++round) {
       std::fill(send.begin(), send.end(), fabric.rank() * 1000 + round);
@@ -143,7 +143,7 @@ TEST(Fabric, AllReduceAddsInRankOrderBitForBit) {
         expected[i] = value(0, i);
         for (int p = 1; p < P; ++p) expected[i] += value(p, i);
       }
-      run_ranks(P, [&](Fabric& fabric) {
+      run_engine(P, [&](Fabric& fabric) {
         std::vector<float> values(count);
         for (std::size_t i = 0; i < count; ++i) values[i] = value(fabric.rank(), i);
         fabric.all_reduce(std::span<float>(values), ReduceOp::kSum, "sum");
@@ -154,7 +154,7 @@ TEST(Fabric, AllReduceAddsInRankOrderBitForBit) {
 }
 
 TEST(Fabric, AllReduceKnowsMaxMinAndItsTypes) {
-  run_ranks(5, [&](Fabric& fabric) {
+  run_engine(5, [&](Fabric& fabric) {
     const int r = fabric.rank();
     std::vector<std::int64_t> ints = {r, -r, (std::int64_t{1} << 40) + r};
     fabric.all_reduce(std::span<std::int64_t>(ints), ReduceOp::kMax, "max");
@@ -169,7 +169,7 @@ TEST(Fabric, AllReduceKnowsMaxMinAndItsTypes) {
 }
 
 TEST(Fabric, BroadcastReachesEveryRankFromAnyRoot) {
-  run_ranks(4, [&](Fabric& fabric) {
+  run_engine(4, [&](Fabric& fabric) {
     for (int root = 0; root < 4; ++root) {
       for (const std::size_t count : {std::size_t{0}, std::size_t{3}, std::size_t{10000}}) {
         std::vector<std::int32_t> data(count, fabric.rank() == root ? 100 + root : -1);
@@ -181,7 +181,7 @@ TEST(Fabric, BroadcastReachesEveryRankFromAnyRoot) {
 }
 
 TEST(Fabric, SplitOrdersByKeyThenRankAndGroupsAreIndependent) {
-  run_ranks(8, [&](Fabric& world) {
+  run_engine(8, [&](Fabric& world) {
     const int r = world.rank();
     auto group = world.split(r % 2, -r, "parity");  // reversed order
     ASSERT_NE(group, nullptr);

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "waybill/fabric.h"
+#include "fabric/engine.h"
 
 namespace waybill {
 namespace {
@@ -16,7 +16,7 @@ using std::chrono::milliseconds;
 using testing::AllOf;
 using testing::HasSubstr;
 
-// The error run_ranks ends with; every rank's own error in `texts`.
+// The error the ranks end with; every rank's own error in `texts`.
 struct Outcome {
   ErrorCode code = ErrorCode::kInternal;
   std::string text;
@@ -31,7 +31,7 @@ Outcome run_to_failure(int P, const std::function<void(Fabric&)>& body, millisec
   outcome.codes.resize(static_cast<std::size_t>(P), ErrorCode::kInternal);
   const auto start = std::chrono::steady_clock::now();
   try {
-    run_ranks(
+    run_engine(
         P,
         [&](Fabric& fabric) {
           try {
@@ -43,7 +43,7 @@ Outcome run_to_failure(int P, const std::function<void(Fabric&)>& body, millisec
           }
         },
         FabricOptions{timeout});
-    ADD_FAILURE() << "run_ranks returned without an error";
+    ADD_FAILURE() << "the ranks returned without an error";
   } catch (const Error& error) {
     outcome.code = error.code();
     outcome.text = error.what();
@@ -74,11 +74,11 @@ TEST(FabricFailures, ForeignExceptionsBecomeInternalWithTheRank) {
   });
   EXPECT_EQ(outcome.code, ErrorCode::kInternal);
   EXPECT_EQ(outcome.text, "rank 2: boom");
-  EXPECT_THROW(run_ranks(2,
-                         [](Fabric& fabric) {
-                           if (fabric.rank() == 0) throw 42;
-                           fabric.barrier("step");
-                         }),
+  EXPECT_THROW(run_engine(2,
+                          [](Fabric& fabric) {
+                            if (fabric.rank() == 0) throw 42;
+                            fabric.barrier("step");
+                          }),
                int);
 }
 
@@ -202,7 +202,7 @@ TEST(FabricFailures, ARankThatLeavesFailsThoseThatWaitForItAtOnce) {
 
 TEST(FabricFailures, AbortWakesPendingAndLaterCalls) {
   std::atomic<int> woken{0};
-  run_ranks(3, [&](Fabric& fabric) {
+  run_engine(3, [&](Fabric& fabric) {
     if (fabric.rank() == 0) fabric.abort("out of patience");
     for (int i = 0; i < 2; ++i) {
       try {
@@ -238,8 +238,8 @@ TEST(FabricFailures, AnExceptionWithAPendingExchangeDoesNotHang) {
 }
 
 TEST(FabricFailures, BadArgumentsAreRefused) {
-  EXPECT_THROW(run_ranks(0, [](Fabric&) {}), Error);
-  EXPECT_THROW(run_ranks(
+  EXPECT_THROW(run_engine(0, [](Fabric&) {}), Error);
+  EXPECT_THROW(run_engine(
                    1, [](Fabric&) {}, FabricOptions{milliseconds(0)}),
                Error);
   const Outcome outcome = run_to_failure(2, [&](Fabric& fabric) { fabric.broadcast(nullptr, 0, 2, "weights"); });

@@ -8,8 +8,10 @@
 
 namespace waybill::threads {
 
-Hub::Hub(int P, std::string name, Topology topology, FabricOptions options)
-    : size_(P), name_(std::move(name)), topology_(std::move(topology)), options_(options), left_(static_cast<std::size_t>(P), 0) {}
+void copy_host(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
+Hub::Hub(int P, std::string name, Topology topology, FabricOptions options, CopyBytes copy)
+    : size_(P), name_(std::move(name)), topology_(std::move(topology)), options_(options), copy_(copy), left_(static_cast<std::size_t>(P), 0) {}
 
 std::string Hub::describe(const Signature& signature) const {
   std::string text = fmt::format("{}, phase '{}'", to_string(signature.kind), signature.phase);
@@ -193,7 +195,8 @@ void Hub::make_groups(Operation& operation, std::string_view group_name) {
       topology.node_of.push_back(topology_.node_of[static_cast<std::size_t>(member.rank)]);
       topology.domain_of.push_back(topology_.domain_of[static_cast<std::size_t>(member.rank)]);
     }
-    const auto hub = std::make_shared<Hub>(static_cast<int>(members.size()), fmt::format("{}/{}.{}", name_, group_name, colour), std::move(topology), options_);
+    const auto hub =
+        std::make_shared<Hub>(static_cast<int>(members.size()), fmt::format("{}/{}.{}", name_, group_name, colour), std::move(topology), options_, copy_);
     children_.push_back(hub);
     for (std::size_t i = 0; i < members.size(); ++i) {
       operation.groups[static_cast<std::size_t>(members[i].rank)] = hub;

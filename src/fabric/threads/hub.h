@@ -28,6 +28,11 @@ struct Signature {
 
 class Hub;
 
+// Moves bytes between the buffers of two ranks. The engine's own is memcpy; engines built on this one whose buffers need not be host
+// memory bring another. It may throw.
+using CopyBytes = void (*)(void* to, const void* from, std::size_t bytes);
+void copy_host(void* to, const void* from, std::size_t bytes);
+
 // One collective. Two kinds: small ones copy every rank's bytes into `storage` when they are posted and out when all have come;
 // pairwise ones post spans, and each (sender, receiver) pair is copied by whichever of the two waits first.
 struct Operation {
@@ -55,7 +60,7 @@ struct Operation {
 
 class Hub {
  public:
-  Hub(int P, std::string name, Topology topology, FabricOptions options);
+  Hub(int P, std::string name, Topology topology, FabricOptions options, CopyBytes copy = copy_host);
 
   int size() const { return size_; }
   const std::string& name() const { return name_; }
@@ -109,6 +114,7 @@ class Hub {
   const std::string name_;
   const Topology topology_;
   const FabricOptions options_;
+  const CopyBytes copy_;  // of pairwise collectives
 
   std::mutex mutex_;
   // Live operations, oldest first; the sequence number of the front is first_sequence_. Finished ones are reused.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The pairwise operations of a hub: (sender, receiver) pairs are claimed under the mutex and copied outside of it.
-#include <cstring>
+#include <exception>
 
 #include "fabric/threads/hub.h"
 
@@ -60,11 +60,17 @@ bool Hub::copy_claims(Lock& lock, Operation& operation, int rank, bool as_receiv
   }
   if (claimed.empty()) return false;
   lock.unlock();
+  std::exception_ptr error;  // a copy that throws ends this rank's wait, which fails the group
   for (const std::size_t peer : claimed) {
     const std::size_t from = as_receiver ? peer : me, to = as_receiver ? me : peer;
     const Fabric::Span& source = operation.entries[from].send[to];
     const Fabric::Span& target = operation.entries[to].receive[from];
-    if (source.bytes > 0 && source.data != target.data) std::memcpy(target.data, source.data, source.bytes);
+    if (source.bytes == 0 || source.data == target.data || error != nullptr) continue;
+    try {
+      copy_(target.data, source.data, source.bytes);
+    } catch (...) {
+      error = std::current_exception();
+    }
   }
   lock.lock();
   for (const std::size_t peer : claimed) {
@@ -76,6 +82,7 @@ bool Hub::copy_claims(Lock& lock, Operation& operation, int rank, bool as_receiv
       if (--entry.pairs_left == 0 || (failed_ && entry.claims == 0)) entry.changed.notify_all();
     }
   }
+  if (error != nullptr) std::rethrow_exception(error);
   return true;
 }
 

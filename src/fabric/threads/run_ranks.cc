@@ -5,6 +5,7 @@
 #include <system_error>
 #include <thread>
 
+#include "fabric/threads/groups.h"
 #include "fabric/threads/threads_fabric.h"
 
 namespace waybill {
@@ -60,13 +61,13 @@ class Failures {
   std::vector<Failure> all_;
 };
 
-std::shared_ptr<threads::Hub> make_world(int P, const FabricOptions& options) {
+std::shared_ptr<threads::Hub> make_world(int P, const FabricOptions& options, threads::CopyBytes copy = threads::copy_host) {
   WB_CHECK(P >= 1 && P <= 4096, "the threads engine takes 1 to 4096 ranks, got P = {}", P);
   WB_CHECK(options.timeout.count() > 0, "the fabric's timeout must be positive, got {} ms", options.timeout.count());
   WB_CHECK(options.ranks_per_node >= 0 && options.ranks_per_node <= P, "ranks_per_node = {} must be 0 (one node) to P = {}", options.ranks_per_node, P);
   Topology topology{std::vector<int>(static_cast<std::size_t>(P), 0), std::vector<int>(static_cast<std::size_t>(P), 0)};
   for (int rank = 0; options.ranks_per_node > 0 && rank < P; ++rank) topology.node_of[static_cast<std::size_t>(rank)] = rank / options.ranks_per_node;
-  return std::make_shared<threads::Hub>(P, "world", std::move(topology), options);
+  return std::make_shared<threads::Hub>(P, "world", std::move(topology), options, copy);
 }
 
 void run_one(const std::shared_ptr<threads::Hub>& hub, int rank, const std::function<void(Fabric&)>& body, Failures& failures) {
@@ -87,8 +88,10 @@ std::vector<std::unique_ptr<Fabric>> make_thread_group(int P, const FabricOption
   return ranks;
 }
 
-void run_ranks(int P, const std::function<void(Fabric&)>& body, const FabricOptions& options) {
-  const auto hub = make_world(P, options);
+void run_ranks(int P, const std::function<void(Fabric&)>& body, const FabricOptions& options) { threads::run_ranks(P, body, options, threads::copy_host); }
+
+void threads::run_ranks(int P, const std::function<void(Fabric&)>& body, const FabricOptions& options, CopyBytes copy) {
+  const auto hub = make_world(P, options, copy);
   Failures failures;
   std::vector<std::thread> ranks;
   ranks.reserve(static_cast<std::size_t>(P));
