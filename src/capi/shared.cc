@@ -1,5 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A shared library needs a source of its own; everything it carries comes from the folders' archives.
 #include "waybill/waybill.h"
+#if defined(WAYBILL_WITH_CUDA)
+#include "ops/router/cuda/router_cuda.h"
+
+namespace {
+// Sets a pointer; no CUDA call is made before the first call with device memory.
+[[gnu::constructor]] void make_kernels_known() { waybill::cuda::register_router(); }
+}  // namespace
+#endif
 
 static_assert(sizeof(wb_tensor) == 88, "wb_tensor has a frozen layout");

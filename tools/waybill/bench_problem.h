@@ -25,7 +25,7 @@ std::string shared_file(const std::string& name, const std::string& option);
 std::vector<BenchShape> load_shapes(const std::string& path);
 
 struct BenchOptions {
-  std::string shape = "small", shapes_file, load = "balanced", loads_file, json, dtype = "fp32", pass = "all";
+  std::string shape = "small", shapes_file, load = "balanced", loads_file, json, dtype = "fp32", pass = "all", device = "cpu";
   std::int64_t E = 0, K = 0, H = 0, F = 0, T = 0;  // 0 = the shape's
   int P = 0, threads = 0;
   std::uint64_t seed = 1;

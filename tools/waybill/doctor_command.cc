@@ -44,8 +44,8 @@ void print_abilities() {
     fmt::print("does not run here: GPU kernels (CPU build)\n");
   } else {
     fmt::print(
-        "does not run here: GPU kernels in train and bench (the CUDA router is a library of its own with tests and a benchmark; scripts/gpu-check.sh runs "
-        "them)\n");
+        "runs on a GPU of this build: the router (waybill bench router --device cuda; libwaybill.so with device memory)\n"
+        "does not run on GPUs: train, generate and the other verbs of bench\n");
   }
   if (!mpi_available()) fmt::print("does not run here: ranks as processes (built without MPI; Debian: libopenmpi-dev openmpi-bin, -DWAYBILL_MPI=ON)\n");
 }
