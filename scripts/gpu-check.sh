@@ -59,9 +59,9 @@ for program in test_cuda_router test_cuda_fabric test_cuda_gemm bench_cuda_route
   fi
 done
 if [ $quick = 0 ]; then
-  small_router='RouterCasesCuda.F0*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
+  small_router='RouterCasesCuda.F0*:RouterForwardCuda.ShortRows*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
   small_gemm='GroupedGemmCuda.NoRows*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
-  small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2'
+  small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2:CudaLocalFabric.W*:CudaLocalFabric.ADevice*'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do
       start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router"

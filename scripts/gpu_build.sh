@@ -19,15 +19,20 @@ found() { ls "$@" 2>/dev/null || true; }
 core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/implementation.cc src/core/log.cc src/core/status.cc src/core/tensor.cc
   src/core/thread_pool.cc src/core/workspace.cc $(ls src/core/cuda/*.cc) tests/cuda/device_random.cu"
 router="src/route/route.cc $(ls src/ops/router/*.cc src/ops/router/cuda/*.cc src/ops/router/cuda/*.cu)"
-fabric="$(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
+fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc) $(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
 gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu) tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
-  [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
+  [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
+    tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
 )
+if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
+  echo ${sources[$GPU_BUILD_LIST]}
+  exit 0
+fi
 programs=("$@")
 [ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_gemm bench_cuda_router bench_cuda_gemm)
 all=

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Plants known faults in the CUDA router, one at a time, and confirms that its GPU tests fail for each. Needs a GPU and nvcc.
+#   scripts/gpu_faults.sh OUT [fault ...]     OUT: a folder that scripts/gpu_build.sh OUT test_cuda_router has filled (its objects are reused)
+# The sources are not changed: the folder of the kernels is copied, the fault is planted in the copy, the one unit it shows in is compiled.
+# Exit code 1 when a fault is not caught (or no longer applies). docs/testing.md lists the faults.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$1
+shift
+only=" $* "
+deps=${WAYBILL_GPU_DEPS:-}
+nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
+cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
+work=$(mktemp -d)
+sources=$(GPU_BUILD_LIST=test_cuda_router scripts/gpu_build.sh "$out")
+
+plant() { # name, file, unit, text, faulty text, tests
+  local name=$1 file=$2 unit=$3 folder=$work/$1
+  [ "$only" = "  " ] || [[ $only == *" $name "* ]] || return 0
+  mkdir -p "$folder/ops/router/cuda"
+  cp src/ops/router/cuda/* "$folder/ops/router/cuda/"
+  python3 - "$folder/ops/router/cuda/$file" "$4" "$5" <<'P' || { echo "$name: does not apply"; echo 1 >"$folder/failed"; return; }
+import sys
+path, text, faulty = sys.argv[1:]
+source = open(path, encoding="utf-8").read()
+sys.exit(source.count(text) != 1 or not open(path, "w", encoding="utf-8").write(source.replace(text, faulty)))
+P
+  "$nvcc" -std=c++20 -O3 -DFMT_HEADER_ONLY=1 -gencode=arch=compute_90a,code=sm_90a -fmad=false --expt-relaxed-constexpr --extended-lambda \
+    -Xcompiler=-ffp-contract=off -I"$folder" -Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include} -c "$folder/ops/router/cuda/$unit" -o "$folder/unit.o" \
+    2>"$folder/compile.log" || { echo "$name: does not compile"; tail -3 "$folder/compile.log"; echo 1 >"$folder/failed"; return; }
+  local objects=$folder/unit.o source
+  for source in $sources; do
+    [ "$source" = "src/ops/router/cuda/$unit" ] || objects+=" $out/obj/$(echo "$source" | tr '/' '_').o"
+  done
+  g++ -o "$folder/test" $objects ${deps:+-L$deps/lib} -lgtest -lgmock -L"$cuda/lib64" -lcudart_static -ldl -lrt -pthread 2>"$folder/link.log" ||
+    { echo "$name: does not link"; tail -3 "$folder/link.log"; echo 1 >"$folder/failed"; return; }
+  timeout 120 "$folder/test" --gtest_filter="$6" >"$folder/test.log" 2>&1
+  if [ $? = 0 ]; then
+    echo "$name: NOT CAUGHT by $6"
+    echo 1 >"$folder/failed"
+  else
+    echo "$name: caught by $(grep -oE '^\[  FAILED  \] Router[A-Za-z.]+' "$folder/test.log" | awk '{print $4}' | sort -u | tr '\n' ' ')"
+  fi
+}
+all='RouterForwardCuda.*:RouterBackwardCuda.*'
+plant groups router_forward_quad.cuh router_forward_quad_f32.cu 'keep = rank < p.num_kept;' 'keep = rank <= p.num_kept;' "$all" &
+plant ties router_forward_quad.cuh router_forward_quad_f32.cu 'other == key[q] && other_id < id[q]' 'other == key[q] && other_id > id[q]' "$all" &
+plant offsets router_counts.cuh router_forward_quad_f32.cu 'p.offsets[e + 1] = static_cast<std::int32_t>(before);' 'p.offsets[e + 1] = static_cast<std::int32_t>(before - n);' "$all" &
+plant margin router_forward_quad.cuh router_forward_quad_f32.cu '> 2.5e-6f + 8.0e-7f * amplitude' '> -1.0f' "$all" &
+plant rest router_backward.cu router_backward.cu 'kSmallestRest = 0.04f' 'kSmallestRest = 0.0f' "$all" &
+plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise ? dot : 0.0f))' 'w[s] * g[s]' "$all" &
+wait
+! ls "$work"/*/failed >/dev/null 2>&1
