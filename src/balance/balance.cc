@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "waybill/error.h"
 
@@ -11,13 +10,17 @@ namespace waybill {
 namespace {
 
 std::int64_t checked_total(std::span<const std::int64_t> counts) {
-  for (std::size_t e = 0; e < counts.size(); ++e) WB_CHECK(counts[e] >= 0, "the count of entry {} is negative: {}", e, counts[e]);
-  return std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  std::int64_t total = 0;
+  for (std::size_t e = 0; e < counts.size(); ++e) {
+    WB_CHECK(counts[e] >= 0, "the count of entry {} is negative: {}", e, counts[e]);
+    WB_CHECK(!__builtin_add_overflow(total, counts[e], &total), "the counts up to entry {} ({}) sum to more than 2^63 - 1", e, counts[e]);
+  }
+  return total;
 }
 
 void check_tile(std::int64_t tile_rows) { WB_CHECK(tile_rows >= 1, "a tile needs at least one row, got {}", tile_rows); }
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 }  // namespace
 

@@ -64,6 +64,12 @@ TEST(ExpertBias, RefusesUnequalSizesAndNegativeCounts) {
   EXPECT_THROW(update_expert_bias(bias, Counts{1}, 0.1f), Error);
   EXPECT_THROW(update_expert_bias(bias, Counts{1, -1}, 0.1f), Error);
   EXPECT_THROW(update_expert_bias(bias, Counts{1, 2}, INFINITY), Error);
+  try {
+    update_expert_bias(bias, Counts{INT64_MAX, 1}, 0.1f);
+    ADD_FAILURE() << "a sum beyond 2^63 was taken";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("the counts up to entry 1 (1) sum to more than 2^63 - 1"));
+  }
   EXPECT_EQ(bias, (std::vector<float>{1, 2}));
 }
 
@@ -90,6 +96,8 @@ TEST(LoadStatistics, Summary) {
   EXPECT_EQ(summarise_load(Counts{7, 0}).entropy, 0.0);
   EXPECT_EQ(summarise_load(Counts{}).total, 0);
 }
+
+TEST(LoadStatistics, TilesOfTheLargestCountDoNotWrap) { EXPECT_EQ(count_row_tiles(Counts{INT64_MAX}, 2), INT64_MAX / 2 + 1); }
 
 TEST(LoadStatistics, F30_TilesFollowTheRowsNotTheHottestExpert) {
   Counts counts(255, 32);
