@@ -55,29 +55,47 @@ Timing measure(const BenchOptions& options, const std::function<void()>& body) {
   return summarise(std::move(samples));
 }
 
-Timing measure_ranks(const BenchOptions& options, Fabric& fabric, const std::function<void()>& body) {
-  for (int i = 0; i < kWarmUps; ++i) body();
-  std::vector<double> samples, times(static_cast<std::size_t>(fabric.size()));
-  std::map<int, std::int64_t> last_count;
+std::vector<Timing> measure_ranks(const BenchOptions& options, Fabric& fabric, const std::vector<std::function<void()>>& bodies) {
+  struct Samples {
+    std::vector<double> us;
+    std::map<int, std::int64_t> last_count;
+  };
+  std::vector<Samples> all(bodies.size());
+  std::vector<double> times(static_cast<std::size_t>(fabric.size()));
+  for (const auto& body : bodies) {
+    for (int i = 0; i < kWarmUps; ++i) body();
+  }
   const auto start = Clock::now();
+  std::int64_t rounds = 0;
   for (bool more = true; more;) {
-    fabric.barrier("bench");
-    const auto begin = Clock::now();
-    body();
-    const double mine = micros_since(begin);
-    fabric.all_gather(&mine, times.data(), sizeof(mine), "bench times");
-    const auto slowest = std::max_element(times.begin(), times.end());
-    samples.push_back(*slowest);
-    ++last_count[static_cast<int>(slowest - times.begin())];
+    for (std::size_t i = 0; i < bodies.size(); ++i) {
+      fabric.barrier("bench");
+      const auto begin = Clock::now();
+      bodies[i]();
+      const double mine = micros_since(begin);
+      fabric.all_gather(&mine, times.data(), sizeof(mine), "bench times");
+      const auto slowest = std::max_element(times.begin(), times.end());
+      all[i].us.push_back(*slowest);
+      ++all[i].last_count[static_cast<int>(slowest - times.begin())];
+    }
+    ++rounds;
     // Rank 0 decides, so that all ranks stop together.
-    std::int64_t go_on = static_cast<std::int64_t>(samples.size()) < options.iterations ||
-                         (micros_since(start) < options.seconds * 1e6 && static_cast<std::int64_t>(samples.size()) < kMaxIterations);
+    const double wanted_us = options.seconds * 1e6 * static_cast<double>(bodies.size());
+    std::int64_t go_on = rounds < options.iterations || (micros_since(start) < wanted_us && rounds < kMaxIterations);
     fabric.broadcast(&go_on, sizeof(go_on), 0, "bench go on");
     more = go_on != 0;
   }
-  Timing timing = summarise(std::move(samples));
-  timing.slowest_rank = std::max_element(last_count.begin(), last_count.end(), [](const auto& a, const auto& b) { return a.second < b.second; })->first;
-  return timing;
+  std::vector<Timing> timings;
+  for (Samples& samples : all) {
+    Timing& timing = timings.emplace_back(summarise(std::move(samples.us)));
+    timing.slowest_rank =
+        std::max_element(samples.last_count.begin(), samples.last_count.end(), [](const auto& a, const auto& b) { return a.second < b.second; })->first;
+  }
+  return timings;
+}
+
+Timing measure_ranks(const BenchOptions& options, Fabric& fabric, const std::function<void()>& body) {
+  return measure_ranks(options, fabric, std::vector<std::function<void()>>{body}).front();
 }
 
 double memory_read_rate(int threads) {

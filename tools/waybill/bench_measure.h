@@ -29,6 +29,8 @@ Timing measure(const BenchOptions& options, const std::function<void()>& body);
 // Collective: every rank calls it with its body. Each iteration starts behind a barrier; its time is that of the slowest rank. Equal on
 // every rank.
 Timing measure_ranks(const BenchOptions& options, Fabric& fabric, const std::function<void()>& body);
+// Several bodies in turn, one call each a round, so that what disturbs the machine for a while disturbs them alike.
+std::vector<Timing> measure_ranks(const BenchOptions& options, Fabric& fabric, const std::vector<std::function<void()>>& bodies);
 
 // Bytes per second that `threads` threads of this process read from memory, measured once (a 256 MB buffer each, best of 3).
 double memory_read_rate(int threads);

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <functional>
 #include <memory>
 
 #include "bench_verbs.h"
@@ -85,7 +86,7 @@ class RankBench {
   std::vector<StackCost> run(const std::vector<NamedStack>& stacks) {
     std::vector<StackCost> costs;
     for (const NamedStack& stack : stacks) costs.push_back(check(stack));
-    for (std::size_t i = 0; i < stacks.size(); ++i) time(stacks[i], costs[i]);
+    time(stacks, costs);
     return costs;
   }
 
@@ -118,19 +119,33 @@ class RankBench {
     return cost;
   }
 
-  void time(const NamedStack& named, StackCost& cost) {
-    const std::unique_ptr<MoeStack> stack = make_moe_stack(named.config, fabric_, &pool_);
-    cost.forward = measure_ranks(options_, fabric_, [&] { forward(*stack, nullptr); });
-    PhaseTimes times;
-    std::int64_t calls = 0;
-    cost.both = measure_ranks(options_, fabric_, [&] {
-      forward(*stack, &times);
-      backward(*stack, &times);
-      ++calls;
-    });
-    fabric_.all_reduce(std::span<double>(times.seconds), ReduceOp::kSum, "bench phases");
-    for (double& seconds : times.seconds) seconds /= static_cast<double>(calls * fabric_.size());
-    cost.phases = times;
+  // All stacks live side by side and take turns, forward and forward + backward.
+  void time(const std::vector<NamedStack>& stacks, std::vector<StackCost>& costs) {
+    struct Running {
+      std::unique_ptr<MoeStack> stack;
+      PhaseTimes times;
+      std::int64_t calls = 0;
+    };
+    std::vector<Running> running;
+    for (const NamedStack& named : stacks) running.push_back({make_moe_stack(named.config, fabric_, &pool_), {}, 0});
+    std::vector<std::function<void()>> bodies;
+    for (Running& r : running) {
+      bodies.emplace_back([this, &r] { forward(*r.stack, nullptr); });
+      bodies.emplace_back([this, &r] {
+        forward(*r.stack, &r.times);
+        backward(*r.stack, &r.times);
+        ++r.calls;
+      });
+    }
+    const std::vector<Timing> timings = measure_ranks(options_, fabric_, bodies);
+    for (std::size_t i = 0; i < running.size(); ++i) {
+      costs[i].forward = timings[2 * i];
+      costs[i].both = timings[2 * i + 1];
+      PhaseTimes& times = running[i].times;
+      fabric_.all_reduce(std::span<double>(times.seconds), ReduceOp::kSum, "bench phases");
+      for (double& seconds : times.seconds) seconds /= static_cast<double>(running[i].calls * fabric_.size());
+      costs[i].phases = times;
+    }
   }
 
   const BenchOptions& options_;
