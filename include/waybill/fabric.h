@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fabric: the ranks of a group and how they talk. One object per rank; collective calls are made by every rank in one order.
-// Engines: threads (ranks are threads of this process), mpi (processes), cuda_local (virtual ranks on the GPUs of one process, in CUDA
-// builds: src/fabric/cuda_local/cuda_local_fabric.h); nccl (one process a GPU) does not exist yet. Every wait has a timeout that names
-// rank, peer, phase, expected and seen.
+// Engines: threads (ranks are threads of this process), mpi (processes), caller (the caller's own transport), cuda_local (virtual ranks on the GPUs of one
+// process, in CUDA builds: src/fabric/cuda_local/cuda_local_fabric.h); nccl (one process a GPU) does not exist yet. Every wait has a timeout that names rank,
+// peer, phase, expected and seen.
 #pragma once
 
 #include <chrono>
@@ -97,5 +97,17 @@ WB_API void run_ranks(int P, const std::function<void(Fabric&)>& body, const Fab
 // The same engine for threads of the caller: element r is rank r's end, to be used and destroyed by one thread. The group's state
 // lives until the last of them is gone.
 WB_API std::vector<std::unique_ptr<Fabric>> make_thread_group(int P, const FabricOptions& options = {});
+
+// The caller's way to move bytes between the ranks of a group, for example a process group of a framework.
+class WB_API FabricTransport {
+ public:
+  virtual ~FabricTransport() = default;
+  // send holds send_bytes[p] bytes for rank p, in rank order; receive likewise. Own rank: 0 bytes. Called by every rank in one order;
+  // returns when the bytes have moved. Throws Error where they cannot: the group has failed then. Limits its own waits.
+  virtual void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive, std::span<const std::int64_t> receive_bytes) = 0;
+};
+// The caller engine: every collective on top of the transport, with the checks of the other engines. It cannot be split; options.timeout
+// is only reported, and a rank that leaves is seen by the transport.
+WB_API std::unique_ptr<Fabric> make_caller_fabric(std::unique_ptr<FabricTransport> transport, int P, int rank, const FabricOptions& options = {});
 
 }  // namespace waybill

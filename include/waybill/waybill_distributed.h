@@ -14,13 +14,27 @@ extern "C" {
 /* ---- groups of ranks ------------------------------------------------------------------------------------------------- */
 
 typedef struct wb_group wb_group;   /* P ranks in this process (the threads engine) */
-typedef struct wb_fabric wb_fabric; /* one rank of a group; owned by the group, used by one thread at a time */
+typedef struct wb_fabric wb_fabric; /* one rank of a group; owned by its wb_group if it has one, used by one thread at a time */
 
 /* timeout_ms: longest wait for a peer; 0 = the default of 60 s. ranks_per_node: the group plays ceil(P / ranks_per_node) nodes, which
    the two-level exchange respects; 0 = one node. */
 WB_API wb_status wb_group_create(int32_t P, int64_t timeout_ms, int32_t ranks_per_node, wb_group** group) WB_NOEXCEPT;
 WB_API void wb_group_destroy(wb_group* group) WB_NOEXCEPT;
 WB_API wb_status wb_group_fabric(wb_group* group, int32_t rank, wb_fabric** fabric) WB_NOEXCEPT;
+
+/* One rank of a group over the caller's own transport, for example a process group of a framework. */
+typedef struct wb_fabric_transport {
+  uint64_t struct_size;
+  void* user;
+  /* send holds send_bytes[p] bytes for rank p, in rank order; receive likewise; own rank: 0 bytes. Every rank calls it in one order, from the
+     thread that made the collective call. Returns 0 when the bytes have moved; else the group has failed and `error` (room for error_bytes, with
+     the final 0) says why. Limits its own waits. */
+  int32_t (*all_to_all)(void* user, const void* send, const int64_t* send_bytes, void* receive, const int64_t* receive_bytes, char* error, int64_t error_bytes);
+} wb_fabric_transport;
+/* Not collective. The transport must stay usable until wb_fabric_destroy. */
+WB_API wb_status wb_fabric_create(const wb_fabric_transport* transport, int32_t P, int32_t rank, int32_t ranks_per_node, wb_fabric** fabric) WB_NOEXCEPT;
+WB_API void wb_fabric_destroy(wb_fabric* fabric) WB_NOEXCEPT; /* only what wb_fabric_create made */
+
 /* Wakes every rank that waits for this one with WB_PEER_FAILED and `reason`. Call it when a rank gives up. */
 WB_API wb_status wb_fabric_abort(wb_fabric* fabric, const char* reason) WB_NOEXCEPT;
 WB_API wb_status wb_fabric_barrier(wb_fabric* fabric) WB_NOEXCEPT; /* collective */

@@ -2,6 +2,7 @@
 // Version, status names, thread pools.
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 
 #include "convert.h"
 #include "waybill/build_info.h"
@@ -33,6 +34,29 @@ wb_status wb_check_version(int32_t abi_version, const char* header_version) noex
     }
     check_component_version("the caller's waybill.h", &required(header_version, "header_version"));
   });
+}
+
+int64_t wb_struct_size(const char* name) noexcept {
+#define WB_SIZE_OF(type) \
+  { #type, sizeof(type) }
+  static constexpr struct {
+    std::string_view name;
+    std::size_t bytes;
+  } kStructs[] = {
+      WB_SIZE_OF(wb_tensor),          WB_SIZE_OF(wb_stream),         WB_SIZE_OF(wb_route),
+      WB_SIZE_OF(wb_route_stats),     WB_SIZE_OF(wb_router_config),  WB_SIZE_OF(wb_router_inputs),
+      WB_SIZE_OF(wb_step_status),     WB_SIZE_OF(wb_router_outputs), WB_SIZE_OF(wb_grouped_gemm_args),
+      WB_SIZE_OF(wb_quant_config),    WB_SIZE_OF(wb_quantized),      WB_SIZE_OF(wb_fabric_transport),
+      WB_SIZE_OF(wb_exchange_config), WB_SIZE_OF(wb_dispatch_info),  WB_SIZE_OF(wb_exchange_bytes),
+      WB_SIZE_OF(wb_moe_config),      WB_SIZE_OF(wb_moe_tensors),    WB_SIZE_OF(wb_moe_forward_options),
+      WB_SIZE_OF(wb_moe_step_info),   WB_SIZE_OF(wb_train_progress), WB_SIZE_OF(wb_train_result),
+  };
+#undef WB_SIZE_OF
+  if (name == nullptr) return -1;
+  for (const auto& known : kStructs) {
+    if (known.name == name) return static_cast<int64_t>(known.bytes);
+  }
+  return -1;
 }
 
 wb_status wb_thread_pool_create(int32_t num_threads, wb_thread_pool** pool) noexcept {

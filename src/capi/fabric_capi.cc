@@ -30,6 +30,38 @@ wb_status wb_group_fabric(wb_group* group, int32_t rank, wb_fabric** fabric) noe
   });
 }
 
+namespace {
+
+class CallbackTransport final : public FabricTransport {
+ public:
+  explicit CallbackTransport(const wb_fabric_transport& callbacks) : callbacks_(callbacks) {}
+  void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive, std::span<const std::int64_t> receive_bytes) override {
+    char text[1024] = "";
+    if (callbacks_.all_to_all(callbacks_.user, send, send_bytes.data(), receive, receive_bytes.data(), text, sizeof(text)) == 0) return;
+    text[sizeof(text) - 1] = 0;
+    WB_FAIL(ErrorCode::kPeerFailed, "{}", text[0] == 0 ? "no reason given" : text);
+  }
+
+ private:
+  wb_fabric_transport callbacks_;
+};
+
+}  // namespace
+
+wb_status wb_fabric_create(const wb_fabric_transport* transport, int32_t P, int32_t rank, int32_t ranks_per_node, wb_fabric** fabric) noexcept {
+  return guarded([&] {
+    wb_fabric*& target = required(fabric, "fabric");
+    const wb_fabric_transport given = read_struct(transport, "transport");
+    WB_CHECK(given.all_to_all != nullptr, "transport.all_to_all is null");
+    WB_CHECK(P >= 1 && P <= 1024, "P is {}, allowed are 1 to 1024", P);
+    FabricOptions options;
+    options.ranks_per_node = ranks_per_node;
+    target = new wb_fabric{make_caller_fabric(std::make_unique<CallbackTransport>(given), P, rank, options)};
+  });
+}
+
+void wb_fabric_destroy(wb_fabric* fabric) noexcept { delete fabric; }
+
 wb_status wb_fabric_abort(wb_fabric* fabric, const char* reason) noexcept {
   return guarded([&] { required(fabric, "fabric").fabric->abort(&required(reason, "reason")); });
 }

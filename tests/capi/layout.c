@@ -7,7 +7,6 @@
 #define AT(type, field, bytes) _Static_assert(offsetof(type, field) == (bytes), "offset of " #type "." #field)
 
 SIZE(wb_tensor, 88);
-SIZE(wb_tensor, 88);
 AT(wb_tensor, dtype, 8);
 AT(wb_tensor, shape, 16);
 AT(wb_tensor, stride, 48);
@@ -41,6 +40,13 @@ SIZE(wb_grouped_gemm_args, 544);
 AT(wb_grouped_gemm_args, offsets, 184);
 AT(wb_grouped_gemm_args, bias, 448);
 AT(wb_grouped_gemm_args, accumulate, 540);
+SIZE(wb_quant_config, 48);
+AT(wb_quant_config, stochastic, 20);
+AT(wb_quant_config, seed, 40);
+SIZE(wb_quantized, 272);
+AT(wb_quantized, group_scales, 184);
+SIZE(wb_fabric_transport, 24);
+AT(wb_fabric_transport, all_to_all, 16);
 SIZE(wb_exchange_config, 72);
 AT(wb_exchange_config, receive_factor, 48);
 AT(wb_exchange_config, debug_checks, 64);

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Low-precision formats.
+#include "convert.h"
+#include "waybill/quantize.h"
+
+using namespace waybill;
+using namespace waybill::capi;
+
+namespace {
+
+wb_quant_config default_quant_config() {
+  const QuantConfig defaults = mxfp8_rows();
+  wb_quant_config config{};
+  config.element = static_cast<std::int32_t>(defaults.element);
+  config.scale = static_cast<std::int32_t>(defaults.scale);
+  config.rule = static_cast<std::int32_t>(defaults.rule);
+  config.block_rows = defaults.block_rows;
+  config.block_columns = defaults.block_columns;
+  return config;
+}
+
+QuantConfig to_quant_config(const wb_quant_config* config) {
+  const wb_quant_config given = read_struct(config, "config", default_quant_config());
+  QuantConfig result;
+  result.element = checked_enum(given.element, ElementFormat::kE2M1, "element");
+  result.scale = checked_enum(given.scale, ScaleFormat::kE4M3, "scale");
+  result.rule = checked_enum(given.rule, ScaleRule::kFloor, "rule");
+  result.block_rows = given.block_rows;
+  result.block_columns = given.block_columns;
+  result.stochastic = given.stochastic != 0;
+  result.seed = given.seed;
+  validate(result);
+  return result;
+}
+
+QuantizedView to_quantized(const wb_quantized* quantized, const char* name) {
+  const wb_quantized given = read_struct(quantized, name);
+  return {to_view(&given.codes, "codes"), to_view(&given.scales, "scales"), to_view(given.group_scales, "group_scales")};
+}
+
+TensorView optional_view(const wb_tensor* tensor, const char* name) { return tensor == nullptr ? TensorView{} : to_view(*tensor, name); }
+
+}  // namespace
+
+wb_status wb_quant_config_init(wb_quant_config* config, uint64_t struct_size) noexcept {
+  return guarded([&] { init_struct(config, struct_size, default_quant_config(), "config"); });
+}
+
+wb_status wb_quantize(const wb_quant_config* config, const wb_tensor* x, const wb_tensor* offsets, const wb_quantized* out, const wb_stream* stream) noexcept {
+  return guarded([&] { quantize(to_quant_config(config), to_view(x, "x"), optional_view(offsets, "offsets"), to_quantized(out, "out"), to_stream(stream)); });
+}
+
+wb_status wb_dequantize(const wb_quant_config* config, const wb_quantized* quantized, const wb_tensor* offsets, const wb_tensor* y,
+                        const wb_stream* stream) noexcept {
+  return guarded([&] {
+    dequantize(to_quant_config(config), to_quantized(quantized, "quantized"), optional_view(offsets, "offsets"), to_view(y, "y"), to_stream(stream));
+  });
+}
