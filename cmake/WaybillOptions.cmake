@@ -3,6 +3,7 @@
 option(WAYBILL_BUILD_TOOLS "Build the waybill command" ${PROJECT_IS_TOP_LEVEL})
 option(WAYBILL_BUILD_TESTS "Build the tests" OFF)
 option(WAYBILL_BUILD_BENCH "Build the Google Benchmark programs" OFF)
+option(WAYBILL_PYTHON "Build what the Python package needs, and its tests" ${PROJECT_IS_TOP_LEVEL})
 option(WAYBILL_FUZZ "Build the libFuzzer harnesses (clang)" OFF)
 option(WAYBILL_DEV "Warnings are errors" OFF)
 set(WAYBILL_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF or AUTO (on when nvcc is found)")

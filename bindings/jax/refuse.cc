@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// What GPU programs get from a library without its GPU layer: one clear error instead of a missing target.
+#include "ffi_support.h"
+
+namespace waybill::jax {
+namespace {
+
+ffi::Error refuse_device(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "waybill: this build computes on the CPU only, but the arrays are on a GPU");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_refuse_device, refuse_device, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+
+}  // namespace waybill::jax

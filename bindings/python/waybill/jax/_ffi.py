@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The XLA library: found, loaded and registered once; calls, call sites and the place of a device in its group."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._library import library
+
+TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "dispatch", "combine", "combine_backward",
+           "moe_forward", "moe_backward")  # fmt: skip
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Loads libwaybill_jax.so ($WAYBILL_JAX_LIBRARY or the package's) and registers its handlers. ImportError says what is missing."""
+    library()  # first, and global: the XLA library finds its wb_* functions
+    if not hasattr(jax, "ffi") or tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 9):
+        raise ImportError(f"waybill.jax needs jax 0.9 or newer, found {jax.__version__}")
+    path = os.environ.get("WAYBILL_JAX_LIBRARY") or str(pathlib.Path(__file__).parent.parent / "lib" / "libwaybill_jax.so")
+    try:
+        lib = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"waybill.jax: {error}. The XLA library is built where jaxlib's headers are found: pip install jax, then build Waybill again"
+        ) from None
+    lib.wbx_num_saved_steps.restype, lib.wbx_num_saved_steps.argtypes = ctypes.c_int64, []
+    lib.wbx_clear_saved_steps.restype, lib.wbx_clear_saved_steps.argtypes = None, []
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(getattr(lib, f"wbx_{target}")), platform="cpu")
+        jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(lib.wbx_refuse_device), platform="CUDA")
+    return lib
+
+
+def call(target: str, results: Any, *operands: jax.Array, **attributes: Any) -> Any:
+    """One FFI call. Batched calls (vmap) run one after another, in order, on every rank alike."""
+    load()
+    # What comes from an array that differs between the devices of an axis differs, too; ffi_call wants equal marks and makes none.
+    axes = frozenset().union(*(_varying_axes(operand) for operand in operands))
+    operands = tuple(_vary_over(operand, axes) for operand in operands)
+    outputs = jax.ffi.ffi_call(f"waybill_{target}", results, vmap_method="sequential")(*operands, **attributes)
+    return jax.tree.map(lambda output: _vary_over(output, axes), outputs)
+
+
+def shape(dims: Sequence[int], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(dims), dtype)
+
+
+def config_bytes(struct: ctypes.Structure) -> np.ndarray:
+    """A config struct as a constant of the program."""
+    return np.frombuffer(bytes(struct), dtype=np.uint8)
+
+
+_sites = itertools.count(1)
+
+
+def new_site() -> int:
+    """A number for one call of a program, given when it is traced: calls that may run in any order must not meet each other's ranks."""
+    return next(_sites)
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Devices along the axis, 1 without one. ValueError outside of shard_map over such an axis."""
+    if axis_name is None:
+        return 1
+    try:
+        return int(jax.lax.axis_size(axis_name))
+    except NameError:
+        raise ValueError(f"axis {axis_name!r} is not bound; call this inside jax.shard_map over a mesh with that axis") from None
+
+
+def where(axis_name: str | None) -> jax.Array:
+    """int32 [2]: which group of the axis (by the mesh's other axes), and this device's rank in it."""
+    if axis_name is None:
+        return jnp.zeros(2, jnp.int32)
+    group = jnp.int32(0)
+    mesh = jax.sharding.get_abstract_mesh()
+    for name, size in zip(mesh.axis_names, mesh.axis_sizes):
+        if name == axis_name:
+            continue
+        try:
+            group = group * size + jax.lax.axis_index(name)
+        except NameError:  # an axis that the compiler shards, not the caller
+            continue
+    return jnp.stack([group, jax.lax.axis_index(axis_name)]).astype(jnp.int32)
+
+
+def _varying_axes(array: jax.Array) -> frozenset[str]:
+    kind = jax.typeof(array)
+    marks = getattr(kind, "mat", None)  # jax 0.10; before, the axes themselves
+    return frozenset(marks.varying if marks is not None else getattr(kind, "vma", ()))
+
+
+def _vary_over(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - _varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def varying(tree: Any, axis_name: str | None) -> Any:
+    """Marks replicated arrays as different on each device (also along the mesh's other axes), so that their cotangents are summed over it.
+
+    shard_map(check_vma=False) leaves the marks out and sums by itself.
+    """
+    if axis_name is None:
+        return tree
+    axes = _varying_axes(where(axis_name))
+    return jax.tree.map(lambda array: _vary_over(array, axes), tree)
+
+
+def check(array: Any, name: str, dtypes: Sequence[Any], dims: Sequence[int | str | None]) -> None:
+    """Dtype and shape at trace time; a concrete array on a device is refused here, a traced one when it runs."""
+    from .._tensor import check_shape
+
+    if not isinstance(array, (jax.Array, np.ndarray)) and not hasattr(array, "dtype"):
+        raise TypeError(f"{name} is {type(array).__name__}, an array is needed")
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        platforms = {device.platform for device in array.devices()}
+        if platforms != {"cpu"}:
+            raise NotImplementedError(f"{name} is on {', '.join(sorted(platforms))}; this build of Waybill computes on the CPU only")
+    if array.dtype not in [jnp.dtype(dtype) for dtype in dtypes]:
+        raise ValueError(f"{name} is {array.dtype}, allowed are {', '.join(jnp.dtype(dtype).name for dtype in dtypes)}")
+    check_shape(array.shape, name, dims)
+
+
+FLOATS = (jnp.float32, jnp.bfloat16)
+
+
+def id_dtype(E: int) -> Any:
+    return jnp.int16 if E <= 32768 else jnp.int32

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package on nothing but Python: ctypes layer, border checks, groups of ranks. Run with `python -m unittest core_test`."""
+
+import array
+import ctypes
+import math
+import random
+import subprocess
+import sys
+import unittest
+
+import waybill
+from waybill import _abi, _core, _library, _tensor
+
+
+def floats(*shape, values=None, dtype="f"):
+    """A writable memoryview of a shape."""
+    count = math.prod(shape)
+    memory = memoryview(array.array(dtype, values if values is not None else [0] * count))
+    return memory.cast("B").cast(dtype, shape=list(shape)) if count else _Empty(shape, dtype)
+
+
+class _Empty:
+    """memoryview cannot hold a shape with a zero."""
+
+    def __init__(self, shape, dtype):
+        self.shape, self.format = shape, dtype
+
+
+def view(memory, name="x"):
+    if isinstance(memory, _Empty):
+        return _tensor.make(0, {"f": _abi.F32, "h": _abi.I16, "i": _abi.I32}[memory.format], memory.shape)
+    names = [_abi.DTYPE_NAMES[i] for i in range(len(_abi.DTYPE_NAMES))]
+    return _tensor.view(memory, name, dtypes=names, shape=[None] * len(memory.shape))
+
+
+def reference_route(logits, K):
+    """Softmax over all, top-k, renormalised; ties to the lower id."""
+    ids = sorted(range(len(logits)), key=lambda e: (-logits[e], e))[:K]
+    exps = [math.exp(logits[e] - logits[ids[0]]) for e in ids]
+    return ids, [value / sum(exps) for value in exps]
+
+
+class Library(unittest.TestCase):
+    def test_version_is_that_of_the_library(self):
+        self.assertEqual(waybill.__version__, _library.library().wb_version().decode())
+        self.assertIn(waybill.__version__, waybill.build_info())
+
+    def test_every_struct_has_the_size_of_the_library(self):
+        for name, struct in _abi.STRUCTS.items():
+            self.assertEqual(_library.library().wb_struct_size(name.encode()), ctypes.sizeof(struct), name)
+        self.assertEqual(_library.library().wb_struct_size(b"wb_nothing"), -1)
+
+    def test_a_struct_larger_than_the_librarys_is_refused(self):
+        class Larger(ctypes.Structure):
+            _fields_ = [("bytes", ctypes.c_char * 4096)]
+
+        lib = _library.library()
+        original = _abi.STRUCTS["wb_moe_config"]
+        try:
+            _abi.STRUCTS["wb_moe_config"] = Larger
+            with self.assertRaisesRegex(ImportError, "wb_moe_config of .* bytes, these bindings need 4096"):
+                _library._check_structs(lib, "libwaybill.so")
+        finally:
+            _abi.STRUCTS["wb_moe_config"] = original
+
+    def test_a_library_that_is_not_there_names_what_was_tried(self):
+        code = "import waybill; waybill.build_info()"
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={"WAYBILL_LIBRARY": "/nowhere/libwaybill.so", "PYTHONPATH": ":".join(sys.path)}
+        )
+        self.assertIn("ImportError: waybill: libwaybill.so was not found", run.stderr)
+        self.assertIn("/nowhere/libwaybill.so: no such file", run.stderr)
+
+    def test_statuses_become_exceptions_with_the_librarys_text(self):
+        with self.assertRaisesRegex(ValueError, "P is 0, allowed are 1 to 1024"):
+            waybill.Group(0)
+        with self.assertRaisesRegex(ValueError, "rank is 2, the group has ranks 0 to 1"):
+            waybill.Group(2).fabric(2)
+
+    def test_doctor_says_what_works(self):
+        run = subprocess.run([sys.executable, "-m", "waybill"], capture_output=True, text=True)
+        self.assertEqual((run.returncode, run.stderr), (2, "usage: python -m waybill doctor\n"))
+
+
+class Border(unittest.TestCase):
+    def test_wrong_type_dtype_shape_and_layout_have_one_clear_error_each(self):
+        def check(array_, **kind):
+            return _tensor.view(array_, "x", **{"dtypes": ["float32"], "shape": ["T", 4], **kind})
+
+        good = floats(2, 4)
+        self.assertEqual(check(good).shape, (2, 4))
+        with self.assertRaisesRegex(TypeError, "x: list has neither __dlpack__ nor the buffer protocol"):
+            check([1.0, 2.0])
+        with self.assertRaisesRegex(ValueError, "x is float64, allowed are float32"):
+            check(floats(2, 4, dtype="d"))
+        with self.assertRaisesRegex(ValueError, r"x has shape \[2, 4\], needed is \[T, 5\]"):
+            check(good, shape=["T", 5])
+        with self.assertRaisesRegex(ValueError, r"x has shape \[2, 4\], needed is \[E\]"):
+            check(good, shape=["E"])
+        with self.assertRaisesRegex(ValueError, "x is read-only"):
+            check(memoryview(bytes(32)).cast("f", shape=[2, 4]))
+        with self.assertRaisesRegex(ValueError, "x .* is not contiguous"):
+            check(memoryview(array.array("f", range(8)))[::2], shape=["T"])
+
+    def test_arrays_on_a_device_are_refused(self):
+        class OnGpu:
+            def __dlpack__(self):
+                raise AssertionError("must not be called")
+
+            def __dlpack_device__(self):
+                return (2, 0)
+
+        with self.assertRaisesRegex(NotImplementedError, "x is on a device .* computes on the CPU only"):
+            _tensor.view(OnGpu(), "x", dtypes=["float32"], shape=["T"])
+
+
+class Configs(unittest.TestCase):
+    def test_configs_are_constants_and_name_wrong_choices(self):
+        config = waybill.RouterConfig(E=8, K=2)
+        self.assertEqual(hash(config), hash(waybill.RouterConfig(E=8, K=2)))
+        with self.assertRaisesRegex(ValueError, "score is 'softmin', allowed are softmax"):
+            waybill.RouterConfig(E=8, K=2, score="softmin").struct()
+        with self.assertRaisesRegex(ValueError, "E = 6 experts cannot be spread evenly over 4 ranks"):
+            waybill.MoeConfig(H=4, F=8, router=waybill.RouterConfig(E=6, K=2)).shapes(4)
+
+    def test_every_setting_reaches_the_library(self):
+        config = waybill.MoeConfig(H=4, F=8, router=waybill.RouterConfig(E=8, K=2, score="sigmoid", num_groups=4, num_kept_groups=2, z_coefficient=0.5),
+                                   activation="clamped_swiglu", activation_limit=3.0, recompute="layer", receive_factor=1.25, mode="captured")  # fmt: skip
+        struct = config.struct()
+        self.assertEqual(
+            (struct.H, struct.F, struct.router.E, struct.router.score, struct.router.num_groups, struct.router.z_coefficient), (4, 8, 8, 2, 4, 0.5)
+        )
+        self.assertEqual((struct.activation, struct.activation_limit, struct.recompute, struct.receive_factor, struct.mode), (1, 3.0, 2, 1.25, 1))
+        self.assertAlmostEqual(struct.activation_alpha, 1.702, places=3)  # the library's default stays
+
+
+class Ops(unittest.TestCase):
+    def test_router_agrees_with_its_definition_and_its_gradient_with_differences(self):
+        draw = random.Random(7)
+        T, E, K = 5, 6, 2
+        logits = floats(T, E, values=[draw.gauss(0, 1) for _ in range(T * E)])
+        ids, weights, counts = floats(T, K, dtype="h"), floats(T, K), floats(E, dtype="i")
+        call = _core.RouterCall(waybill.RouterConfig(E=E, K=K, aux_coefficient=0.1, z_coefficient=0.01), view(logits))
+        status = call.forward(view(ids), view(weights), view(counts))
+        self.assertEqual(status.flags, 0)
+        for t, row in enumerate(logits.tolist()):
+            want_ids, want_weights = reference_route(row, K)
+            self.assertEqual(ids.tolist()[t], want_ids)
+            for k in range(K):
+                self.assertAlmostEqual(weights[t, k], want_weights[k], places=6)
+        self.assertEqual(sum(counts.tolist()), T * K)
+
+        d_weights, d_logits = floats(T, K, values=[draw.gauss(0, 1) for _ in range(T * K)]), floats(T, E)
+        call.backward(view(ids), view(weights), view(d_weights), view(d_logits))
+
+        def objective():
+            call.forward(view(ids), view(weights), None)
+            return sum(call.losses(view(ids), view(weights))) + sum(weights[t, k] * d_weights[t, k] for t in range(T) for k in range(K))
+
+        for t, e in ((0, 0), (1, ids[1, 0]), (4, 5), (2, ids[2, 1])):
+            step, kept = 2e-3, logits[t, e]
+            logits[t, e] = kept + step
+            above = objective()
+            logits[t, e] = kept - step
+            below = objective()
+            logits[t, e] = kept
+            self.assertAlmostEqual(d_logits[t, e], (above - below) / (2 * step), places=3)
+
+    def test_grouped_gemm_with_an_empty_group_and_rows_of_no_group(self):
+        a, w = floats(4, 2, values=[1, 2, 3, 4, 5, 6, 7, 8]), floats(3, 1, 2, values=[1, 1, 9, 9, 1, -1])
+        offsets, y = floats(4, dtype="i", values=[0, 2, 2, 3]), floats(4, 1, values=[-1, -1, -1, -1])
+        _core.grouped_gemm("forward", view(a), view(w), view(offsets), view(y))
+        self.assertEqual(y.tolist(), [[3], [7], [-1], [-1]])  # 5 - 6 = -1; the last row belongs to nobody and is not written
+        dw = floats(3, 1, 2, values=[7] * 6)
+        dy = floats(4, 1, values=[1, 1, 1, 1])
+        _core.grouped_gemm("wgrad", view(a), view(dw), view(offsets), view(dy))
+        self.assertEqual(dw.tolist(), [[[4, 6]], [[0, 0]], [[5, 6]]])
+
+    def test_mx_blocks_there_and_back(self):
+        x = floats(2, 32, values=[i % 8 - 4 for i in range(64)])
+        codes, scales, back = floats(2, 32, dtype="B"), floats(2, 1, dtype="B"), floats(2, 32)
+        config = _core.quant_config()
+        codes_view = view(codes)
+        codes_view.struct.dtype = _abi.F8E4M3
+        _core.quantize(config, view(x), codes_view, view(scales))
+        self.assertEqual(scales.tolist(), [[121], [121]])
+        _core.dequantize(config, codes_view, view(scales), view(back))
+        self.assertEqual(back.tolist(), x.tolist())
+
+    def test_expert_bias_moves_towards_balance(self):
+        bias, counts = array.array("f", [0, 0, 0, 0]), array.array("q", [4, 0, 2, 2])
+        waybill.update_expert_bias(bias, counts, 0.5)
+        self.assertEqual(bias.tolist(), [-0.5, 0.5, 0, 0])
+        with self.assertRaisesRegex(ValueError, "bias is float64"):
+            waybill.update_expert_bias(array.array("d", [0] * 4), counts, 0.5)
+
+
+def exchange_round_trip(fabric, T_of_rank):
+    """Identity experts: combine gives each token times the sum of its weights."""
+    T, H, E, K = T_of_rank(fabric.rank), 3, 4, 2
+    x = floats(T, H, values=[fabric.rank * 100 + i for i in range(T * H)])
+    ids = floats(T, K, dtype="h", values=[(t + fabric.rank + k) % E for t in range(T) for k in range(K)])
+    weights = floats(T, K, values=[0.25 + k for t in range(T) for k in range(K)])
+    exchange = _core.Exchange(fabric, H=H, E=E, K=K)
+    plan = exchange.plan(view(ids), view(weights))
+    rows = exchange.dispatch(plan, view(x))
+    info = plan.info()
+    slots, z, out = floats(info.S_padded, H), floats(info.R, H), floats(T, H)
+    rows_view = _tensor.View(rows, plan)
+    plan.permute(rows_view, view(slots))
+    plan.unpermute(view(slots), view(z), weighted=True)
+    exchange.combine(plan, view(z), view(out))
+    if T:
+        return all(abs(out[t, h] - 1.5 * x[t, h]) < 1e-4 for t in range(T) for h in range(H))
+    return True
+
+
+class Groups(unittest.TestCase):
+    def test_exchange_of_threads_is_exact_for_even_ragged_and_empty_ranks(self):
+        for P in (1, 2, 4):
+            for T_of_rank in (lambda rank: 4, lambda rank: rank, lambda rank: 0):
+                self.assertEqual(waybill.Group(P).run(lambda fabric: exchange_round_trip(fabric, T_of_rank)), [True] * P)
+
+    def test_a_rank_that_raises_wakes_the_others_and_is_raised(self):
+        def body(fabric):
+            if fabric.rank == 1:
+                raise KeyError("lost")
+            fabric.barrier()
+
+        with self.assertRaisesRegex(Exception, "lost"):
+            waybill.Group(3).run(body)
+
+    def test_a_transport_of_the_caller_carries_the_exchange_and_its_failure(self):
+        import threading
+
+        P = 2
+        meeting, sent = threading.Barrier(P), [None] * P
+
+        def all_to_all_of(rank, cut=False):
+            def all_to_all(send, send_bytes, receive, receive_bytes):
+                if cut:
+                    raise OSError("cable cut")
+                sent[rank] = (bytes(send), list(send_bytes))
+                meeting.wait(20)
+                position = 0
+                for p, size in enumerate(receive_bytes):
+                    data, sizes = sent[p]
+                    begin = sum(sizes[:rank])
+                    receive[position : position + size] = data[begin : begin + size]
+                    position += size
+                meeting.wait(20)
+
+            return all_to_all
+
+        results = [None] * P
+
+        def one(rank):
+            fabric = waybill.transport_fabric(all_to_all_of(rank), rank, P)
+            results[rank] = (exchange_round_trip(fabric, lambda r: 3 + r), fabric.all_reduce(rank + 1))
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(P)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(results, [(True, 3)] * P)
+        with self.assertRaisesRegex(RuntimeError, "the caller's transport failed: OSError: cable cut"):
+            waybill.transport_fabric(all_to_all_of(0, cut=True), 0, P).barrier()
+
+    def test_configs_that_differ_between_ranks_are_named_on_every_rank(self):
+        def body(fabric):
+            with self.assertRaisesRegex(ValueError, "H"):
+                _core.Exchange(fabric, H=4 + fabric.rank, E=4, K=2)
+            return True
+
+        self.assertEqual(waybill.Group(2).run(body), [True, True])
+
+
+if __name__ == "__main__":
+    unittest.main()
