@@ -79,12 +79,12 @@ struct RouterOutputs {
   std::int32_t* counts_unbiased = nullptr;  // [E] counts of the set chosen from these logits without bias and groups, when asked
   std::int32_t* offsets = nullptr;          // [E+1] prefix sum of counts, when asked
   std::int32_t* aligned_offsets = nullptr;  // [E+1] each expert rounded up to offset_alignment, when asked
-  // [T], when asked: f with weight = score * f for every route of the row (sigmoid; 0 where the row's weights are made otherwise, and for
-  // implementations and scores that give none). Per-row state for the backward pass, see RouterInputs::weight_factors.
-  float* weight_factors = nullptr;
   // When given, added to: num_nonfinite_rows (unmasked rows with a NaN or Inf logit), num_short_rows (unmasked rows with a slot that
   // has no route), num_bad_ids. Recompute passes null, so that nothing is counted twice.
   StatusWord* status = nullptr;
+  // [T], when asked: f with weight = score * f for every route of the row (sigmoid; 0 where the row's weights are made otherwise, and for
+  // implementations and scores that give none). Per-row state for the backward pass, see RouterInputs::weight_factors.
+  float* weight_factors = nullptr;
 };
 
 // Chooses experts. All of `outputs` is written (not accumulated), T = 0 included.

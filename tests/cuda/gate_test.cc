@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gate matmul against sums in double, eager and captured.
+#include "waybill/gate.h"
+
 #include "cuda/router_harness.h"
 #include "ops/router/cuda/gate_gemm.h"
 
@@ -75,6 +77,38 @@ TEST(GateCuda, ForwardAndBackwardMatchSumsInDouble) {
         ASSERT_NEAR(at(got_dw, e * s.H + h), sum, 3e-4) << "d_weight " << e << ", " << h;
       }
     }
+  }
+}
+
+// waybill/gate.h with device memory: the same bits as the kernels' own entry; what does not fit is refused.
+TEST(GateCuda, ThePublicApiTakesDeviceMemory) {
+  WB_NEEDS_GPU();
+  register_router();
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const GateShape s{24, 64, 16, dtype};
+    const Operands o = make_operands(s);
+    const DeviceBuffer x = upload(o.x, dtype), w = upload(o.w, dtype), g = upload(o.g, DType::kF32);
+    const auto bytes = [](std::int64_t count) { return static_cast<std::size_t>(count) * 4; };
+    const DeviceBuffer logits[2] = {DeviceBuffer(bytes(s.T * s.E)), DeviceBuffer(bytes(s.T * s.E))},
+                       dx[2] = {DeviceBuffer(bytes(s.T * s.H)), DeviceBuffer(bytes(s.T * s.H))},
+                       dw[2] = {DeviceBuffer(bytes(s.E * s.H)), DeviceBuffer(bytes(s.E * s.H))};
+    const CudaStream stream;
+    const Stream queue{x.device(), stream.get(), nullptr};
+    const TensorView vx(x.data(), dtype, {s.T, s.H}, x.device()), vw(w.data(), dtype, {s.E, s.H}, x.device());
+    const auto f32 = [&](const DeviceBuffer& b, std::int64_t rows, std::int64_t columns) {
+      return TensorView(b.data(), DType::kF32, {rows, columns}, x.device());
+    };
+    waybill::gate_forward(vx, vw, f32(logits[0], s.T, s.E), queue);
+    waybill::gate_backward(vx, vw, f32(g, s.T, s.E), f32(dx[0], s.T, s.H), f32(dw[0], s.E, s.H), false, queue);
+    gate_forward(s, x.data(), w.data(), logits[1].as<float>(), 0, stream);
+    gate_backward(s, x.data(), w.data(), g.as<float>(), dx[1].as<float>(), dw[1].as<float>(), false, 0, stream);
+    for (const DeviceBuffer* pair : {logits, dx, dw}) {
+      std::vector<std::byte> a(pair[0].bytes()), b(a.size());
+      pair[0].download(a.data(), a.size(), stream), pair[1].download(b.data(), b.size(), stream);
+      stream.synchronize();
+      EXPECT_EQ(a, b) << to_string(dtype);
+    }
+    EXPECT_THROW(waybill::gate_forward(vx, vw, f32(logits[0], s.T, s.E - 1), queue), Error);
   }
 }
 

@@ -20,6 +20,8 @@ namespace waybill::cli {
 
 #if !defined(WAYBILL_WITH_CUDA)
 
+bool has_usable_gpu() { return false; }
+void check_router_on_gpu() { WB_FAIL(ErrorCode::kUnsupported, "this build has no CUDA kernels"); }
 void bench_router_on_gpu(const BenchOptions&) {
   WB_FAIL(ErrorCode::kUnsupported, "--device cuda needs a build with CUDA: configure with -DWAYBILL_CUDA=ON where nvcc is installed");
 }
@@ -138,6 +140,22 @@ double copy_rate() {
 }
 
 }  // namespace
+
+bool has_usable_gpu() {
+  int count = 0;
+  const bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+  (void)cudaGetLastError();
+  return found;
+}
+
+void check_router_on_gpu() {
+  BenchShape shape;
+  shape.T = 70, shape.E = shape.router.E = 256, shape.K = shape.router.K = 8;
+  shape.router.score = ScoreFunction::kSigmoid;
+  RouterProblem problem(BenchOptions{}, shape);
+  GpuRouterBench gpu(problem);
+  check_router_bench(problem, gpu.runs());
+}
 
 void bench_router_on_gpu(const BenchOptions& options) {
   int count = 0;

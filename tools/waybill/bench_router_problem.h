@@ -37,6 +37,10 @@ struct RouterRuns {
 // Ids equal to the bit, weights, gradients and the z-loss within fp32 rounding of the reference.
 void check_router_bench(RouterProblem& problem, const RouterRuns& runs);
 
+// Is there a GPU that this build can use? False in CPU builds.
+bool has_usable_gpu();
+// A small problem on the first GPU against the reference; throws with the first difference.
+void check_router_on_gpu();
 // `waybill bench router --device cuda`.
 void bench_router_on_gpu(const BenchOptions& options);
 

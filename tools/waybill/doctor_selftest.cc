@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "bench_router_problem.h"
 #include "waybill/build_info.h"
 #include "waybill/exchange.h"
 #include "waybill/fabric.h"
@@ -160,7 +161,7 @@ void check_timeout() {
 }  // namespace
 
 std::vector<SelfCheck> engine_self_checks() {
-  return {
+  std::vector<SelfCheck> checks = {
       {"headers and library have one version", [] { check_component_version("the command's headers", version()); }},
       {"router: top 2 of 4, worked by hand", check_router},
       {"grouped matmul against a plain loop", check_grouped_gemm},
@@ -168,6 +169,8 @@ std::vector<SelfCheck> engine_self_checks() {
       {"MoE layer: 4 ranks equal 1 rank", check_moe_layer},
       {"a missing rank is an error, not a hang", check_timeout},
   };
+  if (has_usable_gpu()) checks.push_back({"router on cuda:0 against the reference", check_router_on_gpu});
+  return checks;
 }
 
 std::vector<SelfCheckResult> run_self_checks(const std::vector<SelfCheck>& checks) {

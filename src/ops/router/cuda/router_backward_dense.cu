@@ -113,25 +113,24 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
   extern __shared__ __align__(16) float dynamic_smem[];  // a [E], then staged_bytes per warp
   __shared__ std::uint64_t barriers[kStagedThreads / 32];
   const RouterRows& rows = p.loss.rows;
-  const int E = rows.E, lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  // Of this warp; read anew where they are used, so that no register holds them from row to row.
-  const auto output_row = [&] { return dynamic_smem + E + static_cast<std::size_t>(ptx::thread_again() >> 5) * (staged_bytes<T>(E) / 4); };
-  const auto input_row = [&] { return sizeof(T) == 4 ? reinterpret_cast<T*>(output_row()) : reinterpret_cast<T*>(output_row() + E); };
-  const auto arrival = [&] { return barriers + (ptx::thread_again() >> 5); };
+  const int E = rows.E, lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5, warps = static_cast<int>(blockDim.x) >> 5;
+  float* out = dynamic_smem + E + static_cast<std::size_t>(warp) * (staged_bytes<T>(E) / 4);
+  T* row = sizeof(T) == 4 ? reinterpret_cast<T*>(out) : reinterpret_cast<T*>(out + E);
+  std::uint64_t* full = barriers + warp;
   const std::uint32_t row_bytes = static_cast<std::uint32_t>(E) * sizeof(T);
   if (lane == 0) {
-    ptx::mbarrier_init(arrival(), 1);
+    ptx::mbarrier_init(full, 1);
     ptx::mbarrier_init_fence();
   }
   __syncwarp();
   begin_kernel();
   await_previous();
-  const auto num_warps = [] { return static_cast<std::int64_t>(gridDim.x) * (blockDim.x >> 5); };
+  const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * warps;
   const auto fetch = [&](std::int64_t t) {
-    if ((ptx::thread_again() & 31u) == 0 && t < rows.T) {
+    if (lane == 0 && t < rows.T) {
       if (sizeof(T) == 4) ptx::bulk_wait_read<0>();  // the row that is on its way out
-      ptx::mbarrier_arrive_expect(arrival(), row_bytes);
-      ptx::bulk_load(input_row(), static_cast<const T*>(rows.logits) + t * rows.row_stride, row_bytes, arrival());
+      ptx::mbarrier_arrive_expect(full, row_bytes);
+      ptx::bulk_load(row, static_cast<const T*>(rows.logits) + t * rows.row_stride, row_bytes, full);
     }
   };
   const std::int64_t first = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x;
@@ -139,9 +138,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
   const CallFactors c = call_factors<kSoftmax>(p, dynamic_smem);
   const bool gather = needs_logits(rows);
   std::uint32_t parity = 0;
-  for (std::int64_t t = first; t < rows.T; t += num_warps(), parity ^= 1u) {
-    float* out = output_row();
-    T* row = input_row();
+  for (std::int64_t t = first; t < rows.T; t += num_warps, parity ^= 1u) {
     // Two slots a lane wait in registers; more routes (or parity mode) go through scatter_routes().
     const bool held = rows.K <= 64 && rows.epsilon == 0.0f && p.d_weights != nullptr;
     int id[2] = {-1, -1};
@@ -155,7 +152,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
       if (id[s] < 0 || id[s] >= E) id[s] = -1, w[s] = 0.0f;
     }
     const RowFactors factors = row_factors(p, c, dynamic_smem, t);
-    ptx::mbarrier_wait(arrival(), parity);
+    ptx::mbarrier_wait(full, parity);
     const float row_max = rows.padding != nullptr && rows.padding[t] != 0 ? -kInfinity : staged_row_max(rows, row);
     if (row_max == -kInfinity || !is_fast_row<kSoftmax>(rows.score, row_max)) {
       if (sizeof(T) != 4 && lane == 0) ptx::bulk_wait_read<0>();
@@ -165,7 +162,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
       generic_row<T, kSoftmax>(p, c, factors, t, out);
       ptx::fence_async_proxy();
       __syncwarp();
-      fetch(t + num_warps());
+      fetch(t + num_warps);
       continue;
     }
     float dot = 0.0f, unit_dot = 0.0f;
@@ -187,7 +184,7 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
       __syncwarp();
     }
     const RowSums s = staged_row_sums<T, kSoftmax, true>(rows, row, factors, row_max, out);
-    if (sizeof(T) != 4) fetch(t + num_warps());
+    if (sizeof(T) != 4) fetch(t + num_warps);
     const DenseFactors d = dense_factors<kSoftmax>(rows.score, s, c.has_a, c.loss.z, p.loss_scale, c.softmax_all ? dot : 0.0f);
 #pragma unroll 2
     for (int e = lane * 4; e < E; e += 128) {
@@ -209,11 +206,11 @@ __global__ void __launch_bounds__(kStagedThreads, 2) router_backward_staged(cons
     }
     ptx::fence_async_proxy();
     __syncwarp();
-    if ((ptx::thread_again() & 31u) == 0) {
-      ptx::bulk_store(p.d_logits + t * p.d_stride, output_row(), static_cast<std::uint32_t>(E) * 4u);
+    if (lane == 0) {
+      ptx::bulk_store(p.d_logits + t * p.d_stride, out, static_cast<std::uint32_t>(E) * 4u);
       ptx::bulk_commit();
     }
-    if (sizeof(T) == 4) fetch(t + num_warps());
+    if (sizeof(T) == 4) fetch(t + num_warps);
   }
   if (lane == 0) ptx::bulk_wait_read<0>();
 #endif
