@@ -218,3 +218,16 @@ def test_refusals_name_what_is_wrong():
     odd = wbj.MoeConfig(H=8, F=6, router=wbj.RouterConfig(E=6, K=2))
     with pytest.raises(ValueError, match="E = 6 experts cannot be spread evenly over 4 ranks"):
         jax.shard_map(lambda x: wbj.moe_block(x, params_of(odd), odd, axis_name="ep")[0], mesh=mesh_of(("ep", 4)), in_specs=P("ep"), out_specs=P("ep"))(x)
+
+
+def test_recipes_take_their_seed():
+    config = wbj.MoeConfig(H=32, F=32, router=wbj.RouterConfig(E=4, K=2), recipe="nvfp4")
+    x, params, d_out = normal(2, 64, 32), params_of(config), normal(3, 64, 32)
+
+    def gradient(seed, saved_steps=8):
+        loss = lambda x: (wbj.moe_block(x, params, config, rounding_seed=seed, saved_steps=saved_steps)[0] * d_out).sum()  # noqa: E731
+        return jax.grad(loss)(x)
+
+    want = jax.grad(lambda x: (reference.block(x, params, config)[0] * d_out).sum())(x)
+    assert 0 < relative(gradient(7), want) < 0.8
+    assert (gradient(7) == gradient(jnp.uint32(7), saved_steps=0)).all() and (gradient(7) != gradient(8)).any()

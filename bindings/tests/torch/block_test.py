@@ -275,3 +275,28 @@ def test_refusals_name_what_is_wrong():
             wbt.MoE(other, ep=fabric)(torch.zeros(2, 8))
 
     waybill.Group(2).run(mixed)
+
+
+@pytest.mark.parametrize("recipe, bound", [("bf16", 2e-2), ("fp8", 0.2), ("mxfp8", 0.2), ("nvfp4", 0.8)])
+def test_recipes_round_operands_and_take_their_seed(recipe, bound):
+    def block_of(name):
+        torch.manual_seed(1)
+        return wbt.MoE(wbt.MoeConfig(H=32, F=32, router=wbt.RouterConfig(E=4, K=2), recipe=name))
+
+    x, d_out = torch.randn(64, 32), torch.randn(64, 32)
+
+    def run(block, seed):
+        mine = x.clone().requires_grad_()
+        out = block(mine, rounding_seed=seed)
+        out.backward(d_out, retain_graph=True)
+        first = mine.grad.clone()
+        out.backward(d_out)  # the forward again, with the same random numbers
+        assert torch.equal(mine.grad, 2 * first)
+        return out.detach(), first
+
+    wide, narrow = run(block_of("fp32"), None), run(block_of(recipe), 7)
+    for got, want in zip(narrow, wide):
+        assert 0 < relative(got, want) < bound
+    again, other = run(block_of(recipe), torch.tensor(7)), run(block_of(recipe), 8)
+    assert all(torch.equal(a, b) for a, b in zip(narrow, again))
+    assert torch.equal(narrow[1], other[1]) == (recipe != "nvfp4")
