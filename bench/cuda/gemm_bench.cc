@@ -87,8 +87,8 @@ Spread time_burst(const CudaStream& stream, int repetitions, int calls, double s
   return {us[us.size() / 2], us.back() - us.front()};
 }
 
-enum Op : int { kForward = 0, kDgrad, kStore, kStoreF32, kAccumulate, kNumOps };
-constexpr const char* kOpNames[] = {"gemm_fwd", "gemm_dgrad", "gemm_wgrad bf16", "gemm_wgrad f32", "gemm_wgrad f32 +="};
+enum Op : int { kForward = 0, kGather, kDgrad, kStore, kStoreF32, kAccumulate, kNumOps };
+constexpr const char* kOpNames[] = {"gemm_fwd", "gemm_fwd gather", "gemm_dgrad", "gemm_wgrad bf16", "gemm_wgrad f32", "gemm_wgrad f32 +="};
 
 class Bench {
  public:
@@ -101,6 +101,11 @@ class Bench {
     for (const std::int64_t c : counts) used_ += c > 0 ? 1 : 0;
     offsets_ = DeviceBuffer(offsets.size() * 4);
     offsets_.upload(offsets.data(), offsets_.bytes());
+    std::vector<std::int32_t> list(static_cast<std::size_t>(S_));
+    std::iota(list.begin(), list.end(), 0);
+    std::shuffle(list.begin(), list.end(), std::mt19937(3));
+    list_ = DeviceBuffer(list.size() * 4);
+    list_.upload(list.data(), list_.bytes());
     a_ = random(S_ * s.C, 1), w_ = random(s.L * s.N * s.C, 2), dy_ = random(S_ * s.N, 3);
     const std::int64_t out = std::max({S_ * s.N * 2, S_ * s.C * 2, s.L * s.N * s.C * 4});
     d_ = DeviceBuffer(static_cast<std::size_t>(out));
@@ -108,12 +113,13 @@ class Bench {
   }
   GroupedProblem problem(Op op) const {
     GroupedProblem p{};
-    p.form = op == kForward ? GemmForm::kNT : (op == kDgrad ? GemmForm::kNN : GemmForm::kTN);
+    p.form = op <= kGather ? GemmForm::kNT : (op == kDgrad ? GemmForm::kNN : GemmForm::kTN);
     p.output = op == kStoreF32 ? GemmOutput::kF32 : (op == kAccumulate ? GemmOutput::kAddF32 : GemmOutput::kBf16);
     p.groups = s_.L, p.rows = S_, p.offsets = offsets_.as<std::int32_t>(), p.d = d_.data();
-    p.a = op == kForward ? a_.data() : dy_.data();
-    p.b = op == kForward || op == kDgrad ? w_.data() : a_.data();
-    p.m = op >= kStore ? s_.N : 0, p.n = op == kForward ? s_.N : s_.C, p.k = op == kForward ? s_.C : (op == kDgrad ? s_.N : 0);
+    if (op == kGather) p.a_list = list_.as<std::int32_t>(), p.a_rows = S_;
+    p.a = op <= kGather ? a_.data() : dy_.data();
+    p.b = op <= kDgrad ? w_.data() : a_.data();
+    p.m = op >= kStore ? s_.N : 0, p.n = op <= kGather ? s_.N : s_.C, p.k = op <= kGather ? s_.C : (op == kDgrad ? s_.N : 0);
     return p;
   }
   bool check(Op op, const GemmTuning& tuning) const {
@@ -156,7 +162,7 @@ class Bench {
   Shape s_;
   std::int64_t S_ = 0, largest_ = 0, used_ = 0;
   CudaStream stream_;
-  DeviceBuffer a_, w_, dy_, d_, offsets_;
+  DeviceBuffer a_, w_, dy_, d_, offsets_, list_;
 };
 
 class Anchor {
@@ -228,7 +234,7 @@ void sweep(const Shape& shape, double dense) {
   constexpr GemmTile kTiles[] = {{256, 4, 2, 2}, {192, 4, 2, 3}, {128, 6, 2, 2}, {256, 4, 1, 2}, {128, 6, 1, 2}};
   for (int op = 0; op < kNumOps; ++op) {
     const auto o = static_cast<Op>(op);
-    if (o == kStoreF32) continue;
+    if (o == kStoreF32 || o == kGather) continue;
     std::string line = fmt::format("{:<18} {:<30} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(o) * dense / kTargetDense);
     for (const GemmTile& tile : kTiles) {
       for (const int band : {4, 8, 16}) {
@@ -239,7 +245,7 @@ void sweep(const Shape& shape, double dense) {
         const int calls = std::clamp(static_cast<int>(8000 / us), 1, 10);
         line += fmt::format(" {}{:.0f}", band == 4 ? fmt::format("[{}c{}s{}] ", tile.block_n, tile.cluster, tile.stages) : "",
                             bench.flops() / bench.time(o, tuning, 3, calls, 2).us * 1e-6);
-        if (o != kForward && o != kDgrad && band == 4 && tile.block_n != 256) break;
+        if (o > kDgrad && band == 4 && tile.block_n != 256) break;
       }
     }
     GemmTuning alone;

@@ -28,9 +28,9 @@ Function* find(const char* name) {
   if (found == nullptr) WB_FAIL(ErrorCode::kUnsupported, "cuBLASLt has no {}", name);
   return reinterpret_cast<Function*>(found);
 }
-#define WB_CUBLASLT(name, ...)                                                                                                   \
-  do {                                                                                                                           \
-    const cublasStatus_t wb_status = find<decltype(::name)>(#name)(__VA_ARGS__);                                                 \
+#define WB_CUBLASLT(name, ...)                                                                                                             \
+  do {                                                                                                                                     \
+    const cublasStatus_t wb_status = find<decltype(::name)>(#name)(__VA_ARGS__);                                                           \
     if (wb_status != CUBLAS_STATUS_SUCCESS) WB_FAIL(ErrorCode::kCuda, #name " failed with cuBLAS status {}", static_cast<int>(wb_status)); \
   } while (0)
 
@@ -72,7 +72,8 @@ DenseGemm::~DenseGemm() = default;
 void DenseGemm::run(const void* a, const void* b, void* c, cudaStream_t stream) const {
   const Plan& p = *plan_;
   const float one = 1.0f, zero = 0.0f;
-  const cublasStatus_t status = p.matmul(p.handle, p.operation, &one, b, p.b, a, p.a, &zero, c, p.c, c, p.c, &p.algorithm, p.workspace.data(), kWorkspaceBytes, stream);
+  const cublasStatus_t status =
+      p.matmul(p.handle, p.operation, &one, b, p.b, a, p.a, &zero, c, p.c, c, p.c, &p.algorithm, p.workspace.data(), kWorkspaceBytes, stream);
   if (status != CUBLAS_STATUS_SUCCESS) WB_FAIL(ErrorCode::kCuda, "cublasLtMatmul failed with cuBLAS status {}", static_cast<int>(status));
 }
 

@@ -2,11 +2,15 @@
 // A shared library needs a source of its own; everything it carries comes from the folders' archives.
 #include "waybill/waybill.h"
 #if defined(WAYBILL_WITH_CUDA)
+#include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 
 namespace {
-// Sets a pointer; no CUDA call is made before the first call with device memory.
-[[gnu::constructor]] void make_kernels_known() { waybill::cuda::register_router(); }
+// Sets pointers; no CUDA call is made before the first call with device memory.
+[[gnu::constructor]] void make_kernels_known() {
+  waybill::cuda::register_router();
+  waybill::cuda::register_gemm();
+}
 }  // namespace
 #endif
 

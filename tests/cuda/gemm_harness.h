@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -17,12 +18,12 @@
 #include "cuda/gemm_reference.h"
 #include "ops/gemm/cuda/grouped_run.h"
 
-#define WB_NEEDS_HOPPER()                                                                                            \
-  do {                                                                                                               \
-    int wb_count = 0, wb_major = 0;                                                                                  \
-    if (cudaGetDeviceCount(&wb_count) != cudaSuccess || wb_count == 0) GTEST_SKIP() << "needs a GPU";                \
-    WB_TRY_CUDA(cudaDeviceGetAttribute(&wb_major, cudaDevAttrComputeCapabilityMajor, 0));                            \
-    if (wb_major != 9) GTEST_SKIP() << "needs compute capability 9.0, this GPU has " << wb_major << ".x";            \
+#define WB_NEEDS_HOPPER()                                                                                 \
+  do {                                                                                                    \
+    int wb_count = 0, wb_major = 0;                                                                       \
+    if (cudaGetDeviceCount(&wb_count) != cudaSuccess || wb_count == 0) GTEST_SKIP() << "needs a GPU";     \
+    WB_TRY_CUDA(cudaDeviceGetAttribute(&wb_major, cudaDevAttrComputeCapabilityMajor, 0));                 \
+    if (wb_major != 9) GTEST_SKIP() << "needs compute capability 9.0, this GPU has " << wb_major << ".x"; \
   } while (0)
 
 namespace waybill::cuda {
@@ -42,6 +43,7 @@ struct GemmSizes {
   std::int64_t m = 0, n = 0, k = 0;  // as in GroupedProblem
   std::int64_t spare_rows = 37;      // NaN rows behind the last group
   bool bias = false;
+  bool listed = false;  // A is read through a shuffled list with some padding rows
 };
 
 class GemmCase {
@@ -63,6 +65,14 @@ class GemmCase {
       bias_ = DeviceBuffer(bytes(groups_ * sizes.n) * 4);
       fill_normal(bias_.data(), DType::kF32, bytes(groups_ * sizes.n), 3, 1.0f, nullptr);
     }
+    if (sizes.listed) {
+      std::vector<std::int32_t> list(static_cast<std::size_t>(rows_));
+      std::iota(list.begin(), list.end(), 0);
+      std::shuffle(list.begin(), list.begin() + valid_rows_, std::mt19937(5));
+      for (std::size_t i = 0; i < list.size(); i += 13) list[i] = i % 2 == 0 ? -1 : 1 << 30;
+      list_ = DeviceBuffer(list.size() * 4 + 16);
+      list_.upload(list.data(), list.size() * 4);
+    }
     if (sizes.output == GemmOutput::kAddF32) {
       before_ = DeviceBuffer(bytes(d_elements_) * 4 + 16);
       fill_normal(before_.data(), DType::kF32, bytes(d_elements_), 4, 1.0f, nullptr);
@@ -75,6 +85,7 @@ class GemmCase {
     GroupedProblem p{sizes_.form, sizes_.output, groups_, rows_, sizes_.m, sizes_.n, sizes_.k, a_.data(), b_.data(), offsets_.as<std::int32_t>(), d_.data()};
     p.bias = sizes_.bias ? bias_.as<float>() : nullptr;
     p.status = status_.device_ptr();
+    if (sizes_.listed) p.a_list = list_.as<std::int32_t>(), p.a_rows = valid_rows_;
     return p;
   }
   void reset(cudaStream_t stream) const {
@@ -119,7 +130,7 @@ class GemmCase {
   std::int64_t groups_ = 0, rows_ = 0, valid_rows_ = 0, d_elements_ = 0;
   CudaStream stream_;
   DeviceStatus status_;
-  DeviceBuffer a_, b_, d_, offsets_, bias_, before_;
+  DeviceBuffer a_, b_, d_, offsets_, bias_, before_, list_;
 };
 
 inline const std::vector<int>& ragged_counts() {

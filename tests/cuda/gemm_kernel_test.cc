@@ -50,6 +50,34 @@ TEST(GroupedGemmCuda, WidthsOfModelsAndPartialTiles) {
   }
 }
 
+TEST(GroupedGemmCuda, RowsThroughAListMatchAndPaddingRowsAreZero) {
+  WB_NEEDS_HOPPER();
+  for (const GemmForm form : {GemmForm::kNT, GemmForm::kNN}) {
+    for (const GemmTile& tile : kTiles) {
+      for (const GemmOutput output : kOutputs) {
+        for (const int k : {8, 136, 1000}) {
+          GemmSizes sizes{form, output, ragged_counts(), 0, 328, k};
+          sizes.bias = k != 8, sizes.listed = true;
+          expect_right(sizes, {tile, 2});
+        }
+      }
+    }
+  }
+}
+
+TEST(GroupedGemmCuda, TheCheckSeesOneWrongElementAndOneWriteBehindTheEnd) {
+  WB_NEEDS_HOPPER();
+  const GemmCase c({GemmForm::kNT, GemmOutput::kBf16, {130, 0, 7}, 0, 136, 264});
+  c.run({});
+  ASSERT_EQ(c.check().wrong, 0);
+  auto* d = static_cast<std::uint16_t*>(c.problem().d);
+  WB_TRY_CUDA(cudaMemsetAsync(d + 131 * 136 + 5, 0x7f, 2, c.stream()));
+  WB_TRY_CUDA(cudaMemsetAsync(d + 137 * 136, 0, 2, c.stream()));
+  const GemmCheck got = c.check();
+  EXPECT_EQ(got.wrong, 2) << got.describe();
+  EXPECT_EQ(got.first_wrong, 131 * 136 + 5);
+}
+
 TEST(GroupedGemmCuda, NoRowsAndOneGroup) {
   WB_NEEDS_HOPPER();
   for (const GemmForm form : kForms) {

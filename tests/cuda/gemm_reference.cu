@@ -15,6 +15,8 @@ struct Problem {
   const int* offsets;
   const void* d;
   const float *bias, *before;
+  const int* a_list;
+  long long a_rows;
   unsigned poison;
 };
 
@@ -78,13 +80,15 @@ __global__ void check(Problem p, long long elements, long long step, Totals* tot
       const long long row = i / p.n, column = i % p.n;
       is_owned = row < p.offsets[p.groups];
       const long long g = is_owned ? group_of(p, row) : 0;
-      for (long long c = 0; is_owned && c < p.k; ++c) {
+      const long long source = is_owned && p.a_list != nullptr ? p.a_list[row] : row;
+      const bool is_there = is_owned && (p.a_list == nullptr || (source >= 0 && source < p.a_rows));
+      for (long long c = 0; is_there && c < p.k; ++c) {
         const float b = p.form == static_cast<int>(GemmForm::kNT) ? value(p.b, (g * p.n + column) * p.k + c) : value(p.b, (g * p.k + c) * p.n + column);
-        const double product = static_cast<double>(value(p.a, row * p.k + c)) * b;
+        const double product = static_cast<double>(value(p.a, source * p.k + c)) * b;
         sum += product, magnitude += fabs(product);
       }
       terms = p.k;
-      if (is_owned && p.bias != nullptr) sum += static_cast<double>(p.bias[g * p.n + column]), magnitude += fabs(static_cast<double>(p.bias[g * p.n + column]));
+      if (is_there && p.bias != nullptr) sum += static_cast<double>(p.bias[g * p.n + column]), magnitude += fabs(static_cast<double>(p.bias[g * p.n + column]));
     }
     note(p, totals, i, sum, magnitude, terms, is_owned);
   }
@@ -95,8 +99,22 @@ __global__ void check(Problem p, long long elements, long long step, Totals* tot
 void launch_check_grouped(const GroupedProblem& problem, const float* before, unsigned char poison, std::int64_t elements, std::int64_t step,
                           GemmCheckTotals* totals, cudaStream_t stream) {
   const auto as_bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
-  const Problem p{static_cast<int>(problem.form), static_cast<int>(problem.output), static_cast<int>(problem.groups), problem.rows, problem.m, problem.n,
-                  problem.k, as_bf16(problem.a), as_bf16(problem.b), problem.offsets, problem.d, problem.bias, before, poison};
+  const Problem p{static_cast<int>(problem.form),
+                  static_cast<int>(problem.output),
+                  static_cast<int>(problem.groups),
+                  problem.rows,
+                  problem.m,
+                  problem.n,
+                  problem.k,
+                  as_bf16(problem.a),
+                  as_bf16(problem.b),
+                  problem.offsets,
+                  problem.d,
+                  problem.bias,
+                  before,
+                  problem.a_list,
+                  problem.a_rows,
+                  poison};
   check<<<2048, 128, 0, stream>>>(p, elements, step, totals);
 }
 

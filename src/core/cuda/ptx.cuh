@@ -8,6 +8,10 @@ namespace waybill::ptx {
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 
+// No instruction: the compiler cannot compute anything from the value ahead of this place.
+__device__ __forceinline__ void hide(std::int64_t& value) { asm volatile("" : "+l"(value)); }
+__device__ __forceinline__ void hide(int& value) { asm volatile("" : "+r"(value)); }
+
 // --- warp reductions (sm_80): every lane gets the result ---
 __device__ __forceinline__ unsigned redux_max(unsigned v) {
   unsigned r;

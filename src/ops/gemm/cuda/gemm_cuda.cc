@@ -31,6 +31,7 @@ GroupedProblem problem(const Forward& call) {
   p.groups = call.shape.L, p.rows = call.shape.S, p.n = call.shape.N, p.k = call.shape.C;
   p.a = x.a.data, p.b = x.weights.data, p.offsets = list(x.offsets), p.d = x.y.data, p.status = x.status;
   p.bias = static_cast<const float*>(x.bias ? x.bias.data : nullptr);
+  p.a_list = list(x.a_rows), p.a_rows = x.a.shape[0];
   return p;
 }
 GroupedProblem problem(const Dgrad& call) {
@@ -47,17 +48,17 @@ GroupedProblem problem(const Wgrad& call) {
   GroupedProblem p{};
   p.form = GemmForm::kTN, p.output = output_of(x.d_weights, x.accumulate);
   p.groups = call.shape.L, p.rows = call.shape.S, p.m = lnc ? call.shape.N : call.shape.C, p.n = lnc ? call.shape.C : call.shape.N;
+  p.a_list = list(x.a_rows);
   p.a = lnc ? x.dy.data : x.a.data, p.b = lnc ? x.a.data : x.dy.data, p.offsets = list(x.offsets), p.d = x.d_weights.data, p.status = x.status;
   return p;
 }
 
-// The operands whose types and row lists the fast kernels care about.
 struct Operands {
-  const TensorView &a, &b, *rows;
+  const TensorView &a, &b;
 };
-Operands operands(const Forward& call) { return {call.args.a, call.args.weights, &call.args.a_rows}; }
-Operands operands(const Dgrad& call) { return {call.args.dy, call.args.weights, nullptr}; }
-Operands operands(const Wgrad& call) { return {call.args.dy, call.args.a, &call.args.a_rows}; }
+Operands operands(const Forward& call) { return {call.args.a, call.args.weights}; }
+Operands operands(const Dgrad& call) { return {call.args.dy, call.args.weights}; }
+Operands operands(const Wgrad& call) { return {call.args.dy, call.args.a}; }
 
 void check_element_alignment(const TensorView& view, const char* name) {
   const std::size_t size = size_bytes(view.dtype);
@@ -76,7 +77,6 @@ std::string refuse(const Call& call, bool portable) {
     return tiles > kMaxPortableTiles ? fmt::format("takes {} row tiles of 64, got {}", kMaxPortableTiles, tiles) : std::string();
   }
   if (!is_bf16(o.a) || !is_bf16(o.b)) return fmt::format("takes bf16 operands, got {} and {}", to_string(o.a.dtype), to_string(o.b.dtype));
-  if (o.rows != nullptr && *o.rows) return "does not read rows through a list";
   return refuse_grouped(problem(call), device);
 }
 
@@ -85,8 +85,8 @@ PortableGemm portable(const Forward& call) {
   const std::int64_t N = call.shape.N, C = call.shape.C;
   const bool lnc = x.layout == WeightLayout::kLNC;
   PortableGemm g{};
-  g.a = {x.a.data, is_bf16(x.a), 0, C, 1, list(x.a_rows)};
-  g.b = {x.weights.data, is_bf16(x.weights), N * C, lnc ? C : 1, lnc ? 1 : N, nullptr};
+  g.a = {x.a.data, is_bf16(x.a), 0, C, 1, list(x.a_rows), x.a.shape[0]};
+  g.b = {x.weights.data, is_bf16(x.weights), N * C, lnc ? C : 1, lnc ? 1 : N, nullptr, 0};
   g.n = N, g.k = C, g.offsets = list(x.offsets), g.d = x.y.data, g.d_is_bf16 = is_bf16(x.y), g.accumulate = x.accumulate;
   g.bias = static_cast<const float*>(x.bias ? x.bias.data : nullptr), g.status = x.status;
   return g;
@@ -96,8 +96,8 @@ PortableGemm portable(const Dgrad& call) {
   const std::int64_t N = call.shape.N, C = call.shape.C;
   const bool lnc = x.layout == WeightLayout::kLNC;
   PortableGemm g{};
-  g.a = {x.dy.data, is_bf16(x.dy), 0, N, 1, nullptr};
-  g.b = {x.weights.data, is_bf16(x.weights), N * C, lnc ? 1 : N, lnc ? C : 1, nullptr};
+  g.a = {x.dy.data, is_bf16(x.dy), 0, N, 1, nullptr, 0};
+  g.b = {x.weights.data, is_bf16(x.weights), N * C, lnc ? 1 : N, lnc ? C : 1, nullptr, 0};
   g.n = C, g.k = N, g.offsets = list(x.offsets), g.d = x.da.data, g.d_is_bf16 = is_bf16(x.da), g.accumulate = x.accumulate, g.status = x.status;
   return g;
 }
@@ -105,7 +105,7 @@ PortableGemm portable(const Wgrad& call) {
   const GroupedGemmWgradArgs& x = call.args;
   const std::int64_t N = call.shape.N, C = call.shape.C;
   const bool lnc = x.layout == WeightLayout::kLNC;
-  const PortableOperand a{x.a.data, is_bf16(x.a), 0, 1, C, list(x.a_rows)}, dy{x.dy.data, is_bf16(x.dy), 0, 1, N, nullptr};
+  const PortableOperand a{x.a.data, is_bf16(x.a), 0, 1, C, list(x.a_rows), x.a.shape[0]}, dy{x.dy.data, is_bf16(x.dy), 0, 1, N, nullptr, 0};
   PortableGemm g{};
   g.a = lnc ? dy : a, g.b = lnc ? a : dy, g.is_k_ragged = true, g.m = lnc ? N : C, g.n = lnc ? C : N, g.d_group_stride = N * C;
   g.offsets = list(x.offsets), g.d = x.d_weights.data, g.d_is_bf16 = is_bf16(x.d_weights), g.accumulate = x.accumulate, g.status = x.status;
@@ -139,7 +139,7 @@ void run_wgrad(const Wgrad& call, bool use_portable) {
   const GroupedGemmWgradArgs& x = call.args;
   if (!x.d_bias) return;
   const DeviceGuard guard(call.stream.device.index);
-  launch_bias_grad({x.dy.data, is_bf16(x.dy), list(x.offsets), list(x.a_rows), static_cast<int>(call.shape.L), call.shape.S, call.shape.N,
+  launch_bias_grad({x.dy.data, is_bf16(x.dy), list(x.offsets), list(x.a_rows), static_cast<int>(call.shape.L), call.shape.S, x.a.shape[0], call.shape.N,
                     static_cast<float*>(x.d_bias.data), x.accumulate},
                    static_cast<cudaStream_t>(call.stream.native));
   check_launch("bias_grad");

@@ -15,6 +15,13 @@ __device__ float load(const PortableOperand& o, std::int64_t index) {
   return o.is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(o.data)[index]) : static_cast<const float*>(o.data)[index];
 }
 
+// Where row s is; -1: it is a zero row.
+__device__ std::int64_t source_row(const PortableOperand& o, std::int64_t s) {
+  if (o.rows == nullptr) return s;
+  const std::int64_t row = o.rows[s];
+  return row < o.num_rows ? row : -1;
+}
+
 __device__ void report(const PortableGemm& g, bool is_broken) {
   if (is_broken && g.status != nullptr) atomicOr(&g.status->flags, static_cast<unsigned>(kStatusBadOffsets));
 }
@@ -38,13 +45,13 @@ __device__ void multiply(const PortableGemm& g, float (&sum)[4][4], int group, s
       float va = 0, vb = 0;
       if (g.is_k_ragged) {
         // -1 in either list: the row adds nothing, whatever the other operand holds.
-        const std::int64_t s = rows.x + k, ra = k < k_end && g.a.rows != nullptr ? g.a.rows[s] : s, rb = k < k_end && g.b.rows != nullptr ? g.b.rows[s] : s;
-        const bool is_row = k < k_end && ra >= 0 && rb >= 0;
+        const std::int64_t s = rows.x + k, ra = k < k_end ? source_row(g.a, s) : -1, rb = k < k_end ? source_row(g.b, s) : -1;
+        const bool is_row = ra >= 0 && rb >= 0;
         if (is_row && i < m) va = load(g.a, ra * g.a.k_stride + i * g.a.outer_stride);
         if (is_row && j < g.n) vb = load(g.b, rb * g.b.k_stride + j * g.b.outer_stride);
       } else {
-        const std::int64_t row = i < m && g.a.rows != nullptr ? g.a.rows[rows.x + i] : rows.x + i;
-        if (k < k_end && i < m && row >= 0) va = load(g.a, row * g.a.outer_stride + k * g.a.k_stride);
+        const std::int64_t row = i < m ? source_row(g.a, rows.x + i) : -1;
+        if (k < k_end && row >= 0) va = load(g.a, row * g.a.outer_stride + k * g.a.k_stride);
         if (k < k_end && j < g.n) vb = load(g.b, group * g.b.group_stride + j * g.b.outer_stride + k * g.b.k_stride);
       }
       a[step][outer] = va, b[step][outer] = vb;
@@ -83,7 +90,7 @@ __global__ void gemm_portable(const __grid_constant__ PortableGemm g) {
     for (int y = 0; y < 4; ++y) {
       const std::int64_t i = i0 + threadIdx.x / 16 * 4 + x, j = j0 + threadIdx.x % 16 * 4 + y;
       if (i >= m || j >= g.n) continue;
-      const bool is_padding = !g.is_k_ragged && g.a.rows != nullptr && g.a.rows[rows.x + i] < 0;
+      const bool is_padding = !g.is_k_ragged && source_row(g.a, rows.x + i) < 0;
       const std::int64_t at = g.is_k_ragged ? group * g.d_group_stride + i * g.n + j : (rows.x + i) * g.n + j;
       float value = sum[x][y];
       if (g.bias != nullptr && !is_padding) value += g.bias[group * g.n + j];
@@ -108,7 +115,7 @@ __global__ void bias_grad(const BiasGrad p) {
   if (n < p.n) {
 #pragma unroll 4
     for (std::int64_t s = begin + line; s < end; s += 16) {
-      const bool is_row = p.rows == nullptr || p.rows[s] >= 0;
+      const bool is_row = p.rows == nullptr || (p.rows[s] >= 0 && p.rows[s] < p.list_rows);
       const std::int64_t at = s * p.n + n;
       sum += !is_row ? 0.0f : (p.is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.dy)[at]) : static_cast<const float*>(p.dy)[at]);
     }

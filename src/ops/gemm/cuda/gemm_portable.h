@@ -14,7 +14,8 @@ struct PortableOperand {
   const void* data;
   bool is_bf16;
   std::int64_t group_stride, outer_stride, k_stride;  // elements
-  const std::int32_t* rows;  // of the ragged dimension, through this list; -1: the row is zero. Or null
+  const std::int32_t* rows;                           // of the ragged dimension, through this list; outside [0, num_rows): a zero row. Or null
+  std::int64_t num_rows;
 };
 
 // d[i, j] = sum over k of a[i, k] b[j, k], per group. Ragged in i (forward, dgrad) or in k (wgrad), as offsets say.
@@ -38,7 +39,7 @@ struct BiasGrad {
   bool is_bf16;
   const std::int32_t *offsets, *rows;
   int groups;
-  std::int64_t num_rows, n;
+  std::int64_t num_rows, list_rows, n;  // rows outside [0, list_rows) add nothing
   float* d_bias;
   bool accumulate;
 };

@@ -31,8 +31,8 @@ __device__ __forceinline__ void fill_bf16(const float (&acc)[kBlockN / 2], int g
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const int at = 4 * (8 * group + j);
-    ptx::store_matrix_x4(ptx::smem_address(buffer) + piece_offset(row, j + (matrix >> 1)), pack_bf16(acc[at], acc[at + 1]),
-                         pack_bf16(acc[at + 2], acc[at + 3]), pack_bf16(acc[at + 4], acc[at + 5]), pack_bf16(acc[at + 6], acc[at + 7]));
+    ptx::store_matrix_x4(ptx::smem_address(buffer) + piece_offset(row, j + (matrix >> 1)), pack_bf16(acc[at], acc[at + 1]), pack_bf16(acc[at + 2], acc[at + 3]),
+                         pack_bf16(acc[at + 4], acc[at + 5]), pack_bf16(acc[at + 6], acc[at + 7]));
   }
 }
 
@@ -84,12 +84,14 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std:
       }
     } else {
       __syncwarp();
+      std::int64_t first = to.first;
+      ptx::hide(first);  // or the addresses of all groups are held in registers at once
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = 4 * i + to.lane / 8, column = group * kColumns + to.lane % 8 * (16 / kSize);
         const uint4 v = *reinterpret_cast<const uint4*>(buffer + piece_offset(row, to.lane % 8));
         if (row >= to.rows || column >= to.columns) continue;
-        std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (to.first + static_cast<std::int64_t>(row) * p.n + column) * kSize;
+        std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (first + static_cast<std::int64_t>(row) * p.n + column) * kSize;
         if constexpr (kOutput == GemmOutput::kAddF32) {
           ptx::red_add_v4(reinterpret_cast<float*>(out), make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)));
         } else {
@@ -114,13 +116,15 @@ __device__ __forceinline__ void store_zeros(void* d, std::int64_t first, std::in
   }
 }
 
+// low, high: whether this thread's rows take the bias.
 template <int kBlockN>
-__device__ __forceinline__ void add_bias(float (&acc)[kBlockN / 2], const float* bias, int columns, int q) {
+__device__ __forceinline__ void add_bias(float (&acc)[kBlockN / 2], const float* bias, int columns, int q, bool low, bool high) {
 #pragma unroll
   for (int j = 0; j < kBlockN / 8; ++j) {
     const int column = 8 * j + 2 * q;
     const float2 b = column < columns ? __ldg(reinterpret_cast<const float2*>(bias + column)) : make_float2(0, 0);
-    acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
+    if (low) acc[4 * j] += b.x, acc[4 * j + 1] += b.y;
+    if (high) acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
   }
 }
 

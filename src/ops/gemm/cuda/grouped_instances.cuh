@@ -8,12 +8,12 @@
 // F(columns of a tile, stages, CTAs of a cluster, buffers)
 #define WB_GEMM_TILES(F) F(256, 4, 2, 2) F(192, 4, 2, 3) F(128, 6, 2, 2) F(256, 4, 1, 2) F(128, 6, 1, 2)
 
-#define WB_GEMM_TABLE(function, form, output)                                                                               \
-  std::span<const GemmKernel> function() {                                                                                  \
-    static constexpr GemmForm kForm = GemmForm::form;                                                                       \
-    static constexpr GemmOutput kOutput = GemmOutput::output;                                                               \
-    static const GemmKernel kernels[] = {WB_GEMM_TILES(WB_GEMM_ENTRY)};                                                     \
-    return kernels;                                                                                                         \
+#define WB_GEMM_TABLE(function, form, output)                           \
+  std::span<const GemmKernel> function() {                              \
+    static constexpr GemmForm kForm = GemmForm::form;                   \
+    static constexpr GemmOutput kOutput = GemmOutput::output;           \
+    static const GemmKernel kernels[] = {WB_GEMM_TILES(WB_GEMM_ENTRY)}; \
+    return kernels;                                                     \
   }
 #define WB_GEMM_ENTRY(columns, stages, cluster, buffers) \
   {kForm, kOutput, {columns, stages, cluster, buffers}, grouped_gemm_sm90<GroupedConfig<kForm, kOutput, columns, stages, cluster, buffers>>},

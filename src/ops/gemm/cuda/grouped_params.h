@@ -31,12 +31,16 @@ struct GroupedParams {
   int rows;     // of the ragged tensors; offsets beyond them are cut and reported
   int m, n, k;  // m: kTN only; k: kNT, kNN only
   int band;     // row tiles (pairs in a cluster) that are walked together before the next columns, for the L2
+  // kNT, kNN: row s of A is row a_list[s] of a_data [a_rows, k], a zero row where a_list[s] is outside; null: row s itself, through the map.
+  const std::int32_t* a_list;
+  const void* a_data;
+  int a_rows;
   void* d_data;
   const float* bias;  // [groups, n] or null; kNT, kNN
   // kTN: a group of 1.5 q k blocks or more is cut into slices of 0.75 q to 1.5 q, whose fp32 partial tiles meet in `partials`. q is the work
   // of all groups over (clusters * slices_per_cluster), at least min_slice_blocks.
   int slices_per_cluster, min_slice_blocks;
-  int num_passes;  // kTN: over the groups: those in slices, then ever shorter ones
+  int num_passes;       // kTN: over the groups: those in slices, then ever shorter ones
   int max_split_units;  // what `partials` has room for; only broken offsets pass it, and such units are left out
   float* partials;
   std::uint32_t* arrivals;  // one a partial tile and warpgroup: meetings of slices; zero between launches
@@ -52,9 +56,7 @@ constexpr int stage_bytes(int block_n) { return (kBlockM + block_n) * kBlockByte
 inline constexpr int kControlBytes = 1024;  // barriers and the ring of units
 inline constexpr int kMathWarps = 8;
 inline constexpr int kBufferRows = 16, kBufferBytes = kBufferRows * 128;  // of a result buffer
-constexpr int shared_bytes(const GemmTile& tile) {
-  return tile.stages * stage_bytes(tile.block_n) + kMathWarps * tile.buffers * kBufferBytes + kControlBytes;
-}
+constexpr int shared_bytes(const GemmTile& tile) { return tile.stages * stage_bytes(tile.block_n) + kMathWarps * tile.buffers * kBufferBytes + kControlBytes; }
 
 // Units of cut groups stay below this; each needs `cluster` partial tiles. A group of b blocks has at most 4 b / 3 q slices, q rounds down (by
 // 1/8 at most, it is at least 8), and a group's last block counts whole (1/12 of a cut group at most).

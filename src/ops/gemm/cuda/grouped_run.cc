@@ -37,8 +37,8 @@ const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& 
   for (const GemmKernel& kernel : kernels_of(form, output)) {
     if (kernel.tile == tile) return kernel;
   }
-  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n, tile.stages, tile.cluster,
-          tile.buffers);
+  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n, tile.stages,
+          tile.cluster, tile.buffers);
 }
 
 struct LaunchRoom {
@@ -73,8 +73,8 @@ int resident_clusters(const GemmKernel& kernel, int device) {
   int clusters = 0;
   WB_TRY_CUDA(cudaOccupancyMaxActiveClusters(&clusters, function, &room.config));
   if (clusters < 1) {
-    WB_FAIL(ErrorCode::kUnsupported, "cuda:{} cannot hold a grouped matmul tile of 128 x {} with {} stages in clusters of {} ({} bytes of shared memory)", device,
-            kernel.tile.block_n, kernel.tile.stages, kernel.tile.cluster, gemm_limits::shared_bytes(kernel.tile));
+    WB_FAIL(ErrorCode::kUnsupported, "cuda:{} cannot hold a grouped matmul tile of 128 x {} with {} stages in clusters of {} ({} bytes of shared memory)",
+            device, kernel.tile.block_n, kernel.tile.stages, kernel.tile.cluster, gemm_limits::shared_bytes(kernel.tile));
   }
   known[{device, kernel.kernel}] = clusters;
   return clusters;
@@ -119,7 +119,8 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
   int major = 0;
   WB_TRY_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   if (major != 9) return fmt::format("needs compute capability 9.0, cuda:{} has {}.x", device, major);
-  for (const auto& [name, value] : {std::pair("rows", p.rows), std::pair("m", p.m), std::pair("n", p.n), std::pair("k", p.k), std::pair("groups", p.groups)}) {
+  for (const auto& [name, value] : {std::pair("rows", p.rows), std::pair("m", p.m), std::pair("n", p.n), std::pair("k", p.k), std::pair("groups", p.groups),
+                                    std::pair("a_rows", p.a_rows)}) {
     if (value > kMaxExtent) return fmt::format("{} = {} exceeds {}", name, value, kMaxExtent);
   }
   const std::int64_t contiguous_a = p.form == GemmForm::kTN ? p.m : p.k, contiguous_b = p.form == GemmForm::kNT ? p.k : p.n;
@@ -130,6 +131,7 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) return fmt::format("{} is not aligned to 16 bytes: {}", name, fmt::ptr(pointer));
   }
   if (p.bias != nullptr && reinterpret_cast<std::uintptr_t>(p.bias) % 8 != 0) return fmt::format("bias is not aligned to 8 bytes: {}", fmt::ptr(p.bias));
+  if (p.form == GemmForm::kTN && p.a_list != nullptr) return "contracts no rows through a list";
   if (p.form != GemmForm::kTN && p.k == 0) return "nothing to contract";
   return {};
 }
@@ -149,7 +151,7 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
     return make_tensor_map(name, DType::kBF16, data, planes, rows, columns, box_rows);
   };
   GroupedParams params{};
-  params.a = is_tn ? map("a", p.a, 0, p.rows, p.m, kBlockK / 2) : map("a", p.a, 0, p.rows, p.k, kBlockM / 2);
+  params.a = is_tn ? map("a", p.a, 0, p.rows, p.m, kBlockK / 2) : map("a", p.a, 0, p.a_list != nullptr ? p.a_rows : p.rows, p.k, kBlockM / 2);
   params.b = p.form == GemmForm::kNT   ? map("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
              : p.form == GemmForm::kNN ? map("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
                                        : map("b", p.b, 1, p.rows, p.n, kBlockK / 2);
@@ -157,7 +159,8 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
                              gemm_limits::kBufferRows);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
-  params.band = tuning.band, params.d_data = p.d, params.bias = p.bias, params.status = p.status;
+  params.band = tuning.band, params.a_list = p.a_list, params.a_data = p.a, params.a_rows = static_cast<int>(p.a_rows), params.d_data = p.d,
+  params.bias = p.bias, params.status = p.status;
   std::int64_t units = 0;
   std::size_t split_units = 0;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;

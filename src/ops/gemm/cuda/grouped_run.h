@@ -14,12 +14,14 @@ namespace waybill::cuda {
 struct GroupedProblem {
   GemmForm form;
   GemmOutput output;
-  std::int64_t groups, rows;     // rows: of the ragged tensors (their smallest)
+  std::int64_t groups, rows;         // rows: of the ragged tensors (their smallest)
   std::int64_t m = 0, n = 0, k = 0;  // m: kTN only; k: kNT, kNN only
   const void *a, *b;
   const std::int32_t* offsets;
   void* d;
   const float* bias = nullptr;
+  const std::int32_t* a_list = nullptr;  // [rows]: kNT, kNN: where row s of a is; outside [0, a_rows): a zero row, without bias
+  std::int64_t a_rows = 0;
   StatusWord* status = nullptr;
 };
 

@@ -14,8 +14,8 @@ namespace waybill::cuda {
 enum PairMode : int { kPairM = 0, kPairN = 1 };
 
 struct alignas(16) Unit {
-  int group, m0, m_valid, n0;         // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's 128 rows exist
-  int k_row, num_blocks, k_tail, pair;  // kTN: first row; k_tail rows of the last block exist. num_blocks -1: no more units
+  int group, m0, m_valid, n0;                      // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's 128 rows exist
+  int k_row, num_blocks, k_tail, pair;             // kTN: first row; k_tail rows of the last block exist. num_blocks -1: no more units
   int slice, num_slices, first_slot, slot_stride;  // kTN: the partial tile of slice s is at first_slot + s * slot_stride
 };
 
