@@ -184,7 +184,7 @@ enum wb_scale_format { WB_SCALE_E8M0 = 0, WB_SCALE_POWER_OF_TWO = 1, WB_SCALE_F3
 typedef struct wb_quant_config {
   uint64_t struct_size;
   int32_t element, scale, rule; /* rule: wb_scale_rule */
-  int32_t stochastic; /* 1: elements are rounded by counter from `seed` */
+  int32_t stochastic;           /* 1: elements are rounded by counter from `seed` */
   int64_t block_rows, block_columns;
   uint64_t seed;
 } wb_quant_config;
