@@ -86,7 +86,8 @@ void Operation::check_headers() const {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     const Header& seen = header_of(peers_[peer]);
     WB_CHECK(seen.magic == Header::kMagic, "{}: rank {} runs another Waybill build", describe(), peer);
-    if (seen.kind == Collective::kLeave) WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
+    if (seen.kind == Collective::kLeave)
+      WB_FAIL(ErrorCode::kPeerFailed, "{}: rank {} waits for rank {}, which has left the group", describe(), group_.rank, peer);
     const bool same = seen.kind == header_.kind && seen.sequence == header_.sequence && seen.detail == header_.detail &&
                       seen.signature_bytes == header_.signature_bytes && std::strncmp(seen.phase, header_.phase, Header::kPhaseBytes) == 0;
     WB_CHECK(same, "{} of {} bytes on rank {}, but rank {} is in {} '{}' (collective {}) of {} bytes", describe(), header_.signature_bytes, group_.rank, peer,
