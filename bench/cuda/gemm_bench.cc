@@ -231,12 +231,12 @@ void measure(const Shape& shape, double dense) {
 
 void sweep(const Shape& shape, double dense) {
   const Bench bench(shape);
-  constexpr GemmTile kTiles[] = {{256, 4, 2, 2}, {192, 4, 2, 3}, {128, 6, 2, 2}, {256, 4, 1, 2}, {128, 6, 1, 2}};
   for (int op = 0; op < kNumOps; ++op) {
     const auto o = static_cast<Op>(op);
     if (o == kStoreF32 || o == kGather) continue;
     std::string line = fmt::format("{:<18} {:<30} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(o) * dense / kTargetDense);
-    for (const GemmTile& tile : kTiles) {
+    for (const GemmKernel& kernel : grouped_kernels(bench.problem(o).form, bench.problem(o).output)) {
+      const GemmTile& tile = kernel.tile;
       for (const int band : {4, 8, 16}) {
         GemmTuning tuning{tile};
         tuning.band = band / tile.cluster;

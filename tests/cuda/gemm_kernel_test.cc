@@ -7,7 +7,6 @@ namespace {
 
 constexpr GemmForm kForms[] = {GemmForm::kNT, GemmForm::kNN, GemmForm::kTN};
 constexpr GemmOutput kOutputs[] = {GemmOutput::kBf16, GemmOutput::kF32, GemmOutput::kAddF32};
-constexpr GemmTile kTiles[] = {{256, 4, 2, 2}, {192, 4, 2, 3}, {128, 6, 2, 2}, {256, 4, 1, 2}, {128, 6, 1, 2}};
 
 std::string name_of(const GemmSizes& s, const GemmTuning& t) {
   return "form " + std::to_string(static_cast<int>(s.form)) + ", output " + std::to_string(static_cast<int>(s.output)) + ", " + describe(t) + ", groups " +
@@ -28,9 +27,9 @@ TEST(GroupedGemmCuda, EveryTileMatchesSumsInDoubleOnRaggedGroups) {
   WB_NEEDS_HOPPER();
   for (const GemmForm form : kForms) {
     for (const GemmOutput output : kOutputs) {
-      for (const GemmTile& tile : kTiles) {
+      for (const GemmKernel& kernel : grouped_kernels(form, output)) {
         const bool is_tn = form == GemmForm::kTN;
-        expect_right({form, output, ragged_counts(), is_tn ? 200 : 0, 328, is_tn ? 0 : 136}, {tile, 2});
+        expect_right({form, output, ragged_counts(), is_tn ? 200 : 0, 328, is_tn ? 0 : 136}, {kernel.tile, 2});
       }
     }
   }
@@ -53,12 +52,12 @@ TEST(GroupedGemmCuda, WidthsOfModelsAndPartialTiles) {
 TEST(GroupedGemmCuda, RowsThroughAListMatchAndPaddingRowsAreZero) {
   WB_NEEDS_HOPPER();
   for (const GemmForm form : {GemmForm::kNT, GemmForm::kNN}) {
-    for (const GemmTile& tile : kTiles) {
-      for (const GemmOutput output : kOutputs) {
+    for (const GemmOutput output : kOutputs) {
+      for (const GemmKernel& kernel : grouped_kernels(form, output)) {
         for (const int k : {8, 136, 1000}) {
           GemmSizes sizes{form, output, ragged_counts(), 0, 328, k};
           sizes.bias = k != 8, sizes.listed = true;
-          expect_right(sizes, {tile, 2});
+          expect_right(sizes, {kernel.tile, 2});
         }
       }
     }
@@ -106,8 +105,8 @@ TEST(GroupedGemmCuda, AGroupWithoutRowsHasAZeroGradient) {
 TEST(GroupedGemmCuda, LongGroupsAreCutAndSummedInOrder) {
   WB_NEEDS_HOPPER();
   for (const GemmOutput output : kOutputs) {
-    for (const GemmTile& tile : {GemmTile{256, 4, 2, 2}, GemmTile{192, 4, 2, 3}, GemmTile{128, 6, 1, 2}}) {
-      GemmTuning tuning{tile, 2};
+    for (const GemmKernel& kernel : grouped_kernels(GemmForm::kTN, output)) {
+      GemmTuning tuning{kernel.tile, 2};
       tuning.min_slice_blocks = 8;
       const GemmSizes sizes{GemmForm::kTN, output, {5, 20000, 0, 700, 9011, 64}, 200, 328, 0};
       const GemmCase c(sizes);
@@ -157,9 +156,9 @@ TEST(GroupedGemmCuda, ARowDoesNotDependOnOthersOrOnTheTile) {
   const GemmCase c({GemmForm::kNT, GemmOutput::kBf16, {77, 150, 33}, 0, kN, kK});
   c.run({});
   const std::vector<unsigned char> first = c.result();
-  for (const GemmTile& tile : kTiles) {
-    c.run({tile});
-    EXPECT_TRUE(c.result() == first) << describe(GemmTuning{tile});
+  for (const GemmKernel& kernel : grouped_kernels(GemmForm::kNT, GemmOutput::kBf16)) {
+    c.run({kernel.tile});
+    EXPECT_TRUE(c.result() == first) << describe(GemmTuning{kernel.tile});
   }
   // All rows but 100 become NaN.
   std::vector<unsigned char> row(kK * 2);

@@ -10,7 +10,12 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 
 // No instruction: the compiler cannot compute anything from the value ahead of this place.
 __device__ __forceinline__ void hide(std::int64_t& value) { asm volatile("" : "+l"(value)); }
-__device__ __forceinline__ void hide(int& value) { asm volatile("" : "+r"(value)); }
+// threadIdx.x read here and now: nothing that follows from it is held in registers from an earlier place.
+__device__ __forceinline__ int thread_index() {
+  int r;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
+}
 
 // --- warp reductions (sm_80): every lane gets the result ---
 __device__ __forceinline__ unsigned redux_max(unsigned v) {

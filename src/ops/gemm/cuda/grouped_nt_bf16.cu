@@ -3,6 +3,6 @@
 
 namespace waybill::cuda {
 
-WB_GEMM_TABLE(grouped_kernels_nt_bf16, kNT, kBf16)
+WB_GEMM_TABLE(grouped_kernels_nt_bf16, kNT, kBf16, WB_GEMM_TILES)
 
 }  // namespace waybill::cuda

@@ -3,6 +3,6 @@
 
 namespace waybill::cuda {
 
-WB_GEMM_TABLE(grouped_kernels_nt_f32, kNT, kF32)
+WB_GEMM_TABLE(grouped_kernels_nt_f32, kNT, kF32, WB_GEMM_TILES)
 
 }  // namespace waybill::cuda

@@ -25,16 +25,8 @@ constexpr std::int64_t kMaxExtent = std::numeric_limits<std::int32_t>::max() - 1
 
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-std::span<const GemmKernel> kernels_of(GemmForm form, GemmOutput output) {
-  using Table = std::span<const GemmKernel> (*)();
-  static constexpr Table kTables[3][3] = {{grouped_kernels_nt_bf16, grouped_kernels_nt_f32, grouped_kernels_nt_add},
-                                          {grouped_kernels_nn_bf16, grouped_kernels_nn_f32, grouped_kernels_nn_add},
-                                          {grouped_kernels_tn_bf16, grouped_kernels_tn_f32, grouped_kernels_tn_add}};
-  return kTables[static_cast<int>(form)][static_cast<int>(output)]();
-}
-
 const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& tile) {
-  for (const GemmKernel& kernel : kernels_of(form, output)) {
+  for (const GemmKernel& kernel : grouped_kernels(form, output)) {
     if (kernel.tile == tile) return kernel;
   }
   WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n, tile.stages,
@@ -114,6 +106,14 @@ std::int64_t units_of_tiles(std::int64_t m_tiles, std::int64_t n_tiles, int clus
 }
 
 }  // namespace
+
+std::span<const GemmKernel> grouped_kernels(GemmForm form, GemmOutput output) {
+  using Table = std::span<const GemmKernel> (*)();
+  static constexpr Table kTables[3][3] = {{grouped_kernels_nt_bf16, grouped_kernels_nt_f32, grouped_kernels_nt_add},
+                                          {grouped_kernels_nn_bf16, grouped_kernels_nn_f32, grouped_kernels_nn_add},
+                                          {grouped_kernels_tn_bf16, grouped_kernels_tn_f32, grouped_kernels_tn_add}};
+  return kTables[static_cast<int>(form)][static_cast<int>(output)]();
+}
 
 std::string refuse_grouped(const GroupedProblem& p, int device) {
   int major = 0;
@@ -198,7 +198,7 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
   double best_cost = 0;
   for (const Choice& choice : kChoices) {
     // wgrad is bound by the operands' way to the tensor cores: narrow tiles only where the result is narrow.
-    if (p.form == GemmForm::kTN && choice.tile.block_n != (p.n <= 128 ? 128 : 256)) continue;
+    if (p.form == GemmForm::kTN && (choice.tile.block_n != (p.n <= 128 ? 128 : 256) || (choice.tile.block_n == 256 && choice.tile.cluster == 1))) continue;
     const std::int64_t mean = p.form == GemmForm::kTN ? p.m : div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
     const std::int64_t units = p.groups * units_of_tiles(div_up(mean, kBlockM), div_up(p.n, choice.tile.block_n), choice.tile.cluster);
     const double cost = static_cast<double>(div_up(units, num_sms / choice.tile.cluster) * choice.tile.block_n) * choice.cost;

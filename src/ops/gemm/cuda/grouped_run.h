@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <span>
 #include <string>
 
 #include "ops/gemm/cuda/grouped_params.h"
@@ -32,6 +33,9 @@ struct GemmTuning {
   int slices_per_cluster = 2, min_slice_blocks = 16;
   bool overlap = true;  // may start while its predecessor on the stream ends (programmatic dependent launch)
 };
+
+// The compiled kernels of a form and output.
+std::span<const GemmKernel> grouped_kernels(GemmForm form, GemmOutput output);
 
 // Why the kernels cannot take the problem; empty = they can.
 std::string refuse_grouped(const GroupedProblem& problem, int device);

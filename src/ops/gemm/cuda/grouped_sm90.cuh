@@ -39,6 +39,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[C::kBlockN / 2], std:
 template <class C>
 __device__ __forceinline__ void clear_tail(std::uint8_t* a, std::uint8_t* b, int tail, int thread, int barrier) {
   const int rows = gemm_limits::kBlockK - tail;
+#pragma unroll 1
   for (int i = thread; i < rows * (1 + C::kBlockN / 64) * 8; i += 128) {
     const int chunk = i / (rows * 8), rest = i % (rows * 8);
     std::uint8_t* at = chunk == 0 ? a : b + (chunk - 1) * gemm_limits::kHalfBytes;
@@ -52,9 +53,9 @@ __device__ __forceinline__ void clear_tail(std::uint8_t* a, std::uint8_t* b, int
 // left in memory and goes on. The tree depends on the number of slices only, and a + b = b + a, so the sum does not depend on who came when.
 // True for the warpgroup that holds the whole sum.
 template <class C>
-__device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const GroupedParams& p, const Unit& u, int rank, int warpgroup, int thread,
-                                            int* came_second) {
+__device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const GroupedParams& p, const Unit& u, int warpgroup, int thread, int* came_second) {
   constexpr std::int64_t kFloats = 64 * C::kBlockN;
+  const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   const auto place = [&](int slice) { return (static_cast<std::int64_t>(u.first_slot + slice * u.slot_stride) * C::kCluster + rank) * 2 + warpgroup; };
   int slice = u.slice;  // the first one that acc holds
 #pragma unroll 1
@@ -86,10 +87,11 @@ __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const 
   return true;
 }
 
-// What a math thread knows for good.
+// What a math thread knows for good; the rest it finds again, or there would be spills.
 struct MathThread {
-  int thread, warpgroup, lane, rank;  // thread: of its warpgroup
-  std::uint32_t stages_address, peer_empty;
+  int warpgroup;
+  std::uint32_t stages_address;
+  std::uint32_t peer_empty;  // the first `empty` barrier of the CTA to which this lane hands stages on; 0: to none
 };
 
 // One unit. `u` stays in shared memory: held in registers its fields would cost spills.
@@ -97,8 +99,8 @@ template <class C>
 __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedShared<C>& shared, const Unit& u, Ring<C::kStages>& stages, const MathThread& t) {
   const int num_blocks = uniform(u.num_blocks), k_tail = uniform(u.k_tail);
   const int valid = min(uniform(u.m_valid) - 64 * t.warpgroup, 64), columns = p.n - uniform(u.n0);
-  const auto hand_on = [&](int slot) {  // lane r to CTA r
-    if (t.lane < C::kCluster) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
+  const auto hand_on = [&](int slot) {
+    if (t.peer_empty != 0) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
   };
   const auto first_element = [&](int row) {
     return ((C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m : 0) + u.m0 + row) * static_cast<std::int64_t>(p.n) + u.n0;
@@ -112,12 +114,9 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
     }
     return;
   }
-  // Or what follows from them for the result would be held in registers across units.
-  int thread = t.thread, lane = t.lane;
-  ptx::hide(thread), ptx::hide(lane);
   if (C::kForm == GemmForm::kTN && num_blocks == 0) {
     if (C::kOutput != GemmOutput::kAddF32) {
-      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, thread, valid, columns);
+      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, ptx::thread_index() % 128, valid, columns);
     }
     return;
   }
@@ -128,7 +127,7 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
     ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
     if (C::kForm == GemmForm::kTN && block == num_blocks - 1 && k_tail < gemm_limits::kBlockK) {
       std::uint8_t* stage = shared.stages[stages.slot];
-      clear_tail<C>(stage + t.warpgroup * gemm_limits::kHalfBytes, stage + C::kBytesA, k_tail, thread, 1 + t.warpgroup);
+      clear_tail<C>(stage + t.warpgroup * gemm_limits::kHalfBytes, stage + C::kBytesA, k_tail, ptx::thread_index() % 128, 1 + t.warpgroup);
     }
     const std::uint32_t stage = t.stages_address + static_cast<std::uint32_t>(stages.slot * (C::kBytesA + C::kBytesB));
     const std::uint64_t a = tile_descriptor<C::kMajorA>(stage + static_cast<std::uint32_t>(t.warpgroup * gemm_limits::kHalfBytes));
@@ -146,10 +145,10 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
   ptx::wgmma_wait<0>();
   ptx::wgmma_keep(acc);
   hand_on(previous);
-  if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.rank, t.warpgroup, thread, &shared.came_second[t.warpgroup])) {
+  if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.warpgroup, ptx::thread_index() % 128, &shared.came_second[t.warpgroup])) {
     return;
   }
-  const int warp = 4 * t.warpgroup + uniform(t.thread / 32), warp_row = 16 * warp;
+  const int thread = ptx::thread_index() % 128, warp = 4 * t.warpgroup + uniform(thread / 32), warp_row = 16 * warp, lane = thread % 32;
   if (C::kForm != GemmForm::kTN && p.bias != nullptr) {
     const auto takes_bias = [&](int row) {
       return p.a_list == nullptr || (row < u.m_valid && static_cast<unsigned>(__ldg(p.a_list + u.m0 + row)) < static_cast<unsigned>(p.a_rows));
@@ -162,11 +161,12 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
 }
 
 template <class C>
-__device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared, int rank) {
+__device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared) {
   MathThread t;
-  t.thread = static_cast<int>(threadIdx.x) % 128, t.warpgroup = uniform(static_cast<int>(threadIdx.x) / 128) - 1, t.lane = t.thread % 32, t.rank = rank;
+  t.warpgroup = uniform(static_cast<int>(threadIdx.x) / 128) - 1;
   t.stages_address = ptx::smem_address(shared.stages);
-  t.peer_empty = ptx::map_shared(shared.empty, t.lane < C::kCluster ? static_cast<std::uint32_t>(t.lane) : 0u);
+  const std::uint32_t lane = threadIdx.x % 32;
+  t.peer_empty = lane < C::kCluster ? ptx::map_shared(shared.empty, lane) : 0;
   unsigned num_units = 0;  // a ring in one register
   Ring<C::kStages> stages;
   for (;;) {
@@ -175,10 +175,10 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
     if (uniform(u.num_blocks) < 0) break;
     multiply_unit<C>(p, shared, u, stages, t);
     __syncwarp();
-    if (t.lane == 0) ptx::mbarrier_arrive(&shared.unit_empty[num_units % kUnitSlots]);
+    if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(&shared.unit_empty[num_units % kUnitSlots]);
     ++num_units;
   }
-  if (C::kBuffers > 1 && t.lane == 0) ptx::bulk_wait_read<0>();  // shared memory stays until it is read
+  if (C::kBuffers > 1 && ptx::thread_index() % 32 == 0) ptx::bulk_wait_read<0>();  // shared memory stays until it is read
 }
 
 template <class C>
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid
     }
   } else {
     ptx::register_limit_raise<224>();
-    multiply_blocks<C>(p, shared, rank);
+    multiply_blocks<C>(p, shared);
   }
   // A CTA stays until its peer no longer writes to it.
   if constexpr (C::kCluster == 2) {
