@@ -116,6 +116,23 @@ std::vector<std::int32_t> row_list(const Sizes& s) {
   return rows;
 }
 
+GroupedGemmArgs forward_args(const TensorView& a, const TensorView& weights, const TensorView& offsets, const TensorView& y,
+                             WeightLayout layout = WeightLayout::kLNC) {
+  GroupedGemmArgs args;
+  args.a = a, args.weights = weights, args.offsets = offsets, args.y = y, args.layout = layout;
+  return args;
+}
+GroupedGemmDgradArgs dgrad_args(const TensorView& dy, const TensorView& weights, const TensorView& offsets, const TensorView& da, WeightLayout layout) {
+  GroupedGemmDgradArgs args;
+  args.dy = dy, args.weights = weights, args.offsets = offsets, args.da = da, args.layout = layout;
+  return args;
+}
+GroupedGemmWgradArgs wgrad_args(const TensorView& a, const TensorView& dy, const TensorView& offsets, const TensorView& d_weights, WeightLayout layout) {
+  GroupedGemmWgradArgs args;
+  args.a = a, args.dy = dy, args.offsets = offsets, args.d_weights = d_weights, args.layout = layout;
+  return args;
+}
+
 Stream stream_of(const CudaStream& stream) { return Stream{kGpu, stream.get(), nullptr}; }
 
 Twin weights_twin(const Sizes& s, DType dtype, WeightLayout layout, unsigned seed) {
@@ -130,7 +147,8 @@ TEST(GroupedGemmApiCuda, ForwardMatchesTheReference) {
   for (const Variant& v : variants()) {
     const Twin a(v.operands, {s.rows, s.C}, 1), w = weights_twin(s, v.operands, v.layout, 2), y(v.result, {s.rows, s.N}, 3), bias(DType::kF32, {s.L, s.N}, 4);
     const Twin offsets(s.offsets), rows(row_list(s));
-    GroupedGemmArgs host{a.host, w.host, offsets.host, y.host, v.layout}, device{a.device(), w.device(), offsets.device(), y.device(), v.layout};
+    auto host = forward_args(a.host, w.host, offsets.host, y.host, v.layout),
+         device = forward_args(a.device(), w.device(), offsets.device(), y.device(), v.layout);
     host.accumulate = device.accumulate = v.accumulate;
     if (v.bias) host.bias = bias.host, device.bias = bias.device();
     if (v.listed) host.a_rows = rows.host, device.a_rows = rows.device();
@@ -149,7 +167,8 @@ TEST(GroupedGemmApiCuda, DgradMatchesTheReference) {
   for (const Variant& v : variants()) {
     if (v.listed) continue;
     const Twin dy(v.operands, {s.rows, s.N}, 1), w = weights_twin(s, v.operands, v.layout, 2), da(v.result, {s.rows, s.C}, 3), offsets(s.offsets);
-    GroupedGemmDgradArgs host{dy.host, w.host, offsets.host, da.host, v.layout}, device{dy.device(), w.device(), offsets.device(), da.device(), v.layout};
+    auto host = dgrad_args(dy.host, w.host, offsets.host, da.host, v.layout),
+         device = dgrad_args(dy.device(), w.device(), offsets.device(), da.device(), v.layout);
     host.accumulate = device.accumulate = v.accumulate;
     grouped_gemm_dgrad(device, stream_of(stream));
     stream.synchronize();
@@ -166,7 +185,8 @@ TEST(GroupedGemmApiCuda, WgradMatchesTheReference) {
   for (const Variant& v : variants()) {
     const Twin a(v.operands, {s.rows, s.C}, 1), dy(v.operands, {s.rows, s.N}, 2), dw = weights_twin(s, v.result, v.layout, 3), db(DType::kF32, {s.L, s.N}, 4);
     const Twin offsets(s.offsets), rows(row_list(s));
-    GroupedGemmWgradArgs host{a.host, dy.host, offsets.host, dw.host, v.layout}, device{a.device(), dy.device(), offsets.device(), dw.device(), v.layout};
+    auto host = wgrad_args(a.host, dy.host, offsets.host, dw.host, v.layout),
+         device = wgrad_args(a.device(), dy.device(), offsets.device(), dw.device(), v.layout);
     host.accumulate = device.accumulate = v.accumulate;
     host.d_bias = db.host, device.d_bias = db.device();
     if (v.listed) host.a_rows = rows.host, device.a_rows = rows.device();
@@ -185,9 +205,9 @@ TEST(GroupedGemmApiCuda, UnalignedOperandsTakeThePortableKernel) {
   s.N = 37, s.C = 51;
   const CudaStream stream;
   const Twin a(DType::kBF16, {s.rows, s.C}, 1), w(DType::kBF16, {s.L, s.N, s.C}, 2), y(DType::kBF16, {s.rows, s.N}, 3), offsets(s.offsets);
-  grouped_gemm({a.device(), w.device(), offsets.device(), y.device()}, stream_of(stream));
+  grouped_gemm(forward_args(a.device(), w.device(), offsets.device(), y.device()), stream_of(stream));
   stream.synchronize();
-  grouped_gemm_ref({a.host, w.host, offsets.host, y.host});
+  grouped_gemm_ref(forward_args(a.host, w.host, offsets.host, y.host));
   expect_close(y, "37 x 51");
 }
 
@@ -205,12 +225,16 @@ TEST(GroupedGemmApiCuda, WrongDevicesAreRefusedBeforeALaunch) {
     }
     return std::string("no error");
   };
-  EXPECT_EQ(message({a.host, w.device(), offsets.device(), y.device()}, stream_of(stream)), "grouped_gemm: a is not on cuda:0: bf16 [210, 104] on cpu");
-  EXPECT_EQ(message({a.device(), w.device(), offsets.host, y.device()}, stream_of(stream)), "grouped_gemm: offsets is not on cuda:0: i32 [6] on cpu");
-  EXPECT_EQ(message({a.device(), w.device(), offsets.device(), y.device()}, Stream::cpu()), "grouped_gemm: the stream is on cpu, the tensors are on cuda:0");
+  EXPECT_EQ(message(forward_args(a.host, w.device(), offsets.device(), y.device()), stream_of(stream)),
+            "grouped_gemm: a is not on cuda:0: bf16 [210, 104] on cpu");
+  EXPECT_EQ(message(forward_args(a.device(), w.device(), offsets.host, y.device()), stream_of(stream)),
+            "grouped_gemm: offsets is not on cuda:0: i32 [6] on cpu");
+  EXPECT_EQ(message(forward_args(a.device(), w.device(), offsets.device(), y.device()), Stream::cpu()),
+            "grouped_gemm: the stream is on cpu, the tensors are on cuda:0");
   TensorView odd = a.device();
   odd.data = static_cast<std::byte*>(odd.data) + 1;
-  EXPECT_NE(message({odd, w.device(), offsets.device(), y.device()}, stream_of(stream)).find("must be aligned to its elements of 2 bytes"), std::string::npos);
+  EXPECT_NE(message(forward_args(odd, w.device(), offsets.device(), y.device()), stream_of(stream)).find("must be aligned to its elements of 2 bytes"),
+            std::string::npos);
 }
 
 }  // namespace
