@@ -283,7 +283,7 @@ TEST(TrainerTest, MetricsFileHasEveryFieldOfEveryStep) {
   EXPECT_EQ(lines[0]["schema"], 1);
   EXPECT_EQ(lines[0]["world"], 4);
   EXPECT_GT(lines[0]["peak_tflops"].get<double>(), 0);
-  EXPECT_EQ(lines[0]["layers"], json::parse(R"([{"layer": 1, "E": 8, "K": 2, "P": 4}])"));
+  EXPECT_EQ(lines[0]["layers"], json::parse(R"([{"layer": 1, "E": 8, "K": 2, "P": 4, "recipe": "fp32"}])"));
   EXPECT_EQ(lines[0]["parameters"], r.headers[0].parameters);
   std::int64_t steps = 0, evals = 0;
   for (const json& line : lines) {
