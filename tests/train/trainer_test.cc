@@ -37,7 +37,9 @@ std::vector<json> lines_of(const std::string& path) {
 // name -> checksum of every saved tensor.
 std::map<std::string, std::string> tensor_sums(const std::string& checkpoint) {
   std::map<std::string, std::string> sums;
-  for (const json& t : json::parse(read_file(checkpoint + "/index.json"))["body"]["tensors"]) sums[t["name"]] = t["crc"];
+  const json index = json::parse(read_file(checkpoint + "/index.json"));
+  for (const json& t : index["body"]["tensors"]) sums[t["name"]] = t["crc"];
+  EXPECT_FALSE(sums.empty()) << checkpoint;
   return sums;
 }
 
