@@ -79,6 +79,10 @@ __device__ __forceinline__ void red_add(std::uint32_t* p, std::uint32_t v) {
 __device__ __forceinline__ void copy_async_16(std::uint32_t smem, const void* gmem, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(is_there ? 16 : 0) : "memory");
 }
+// The same with 4 bytes, which pass through the L1.
+__device__ __forceinline__ void copy_async_4(std::uint32_t smem, const void* gmem, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(gmem), "r"(is_there ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
@@ -152,6 +156,11 @@ __device__ __forceinline__ void bulk_wait_read() {
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void mbarrier_arrive(std::uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+
+// One of the barrier's expected arrivals, made when this thread's copies (copy_async_*) so far have landed.
+__device__ __forceinline__ void copy_async_arrive(std::uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
 }
 
 // --- clusters (sm_90) ---

@@ -20,6 +20,11 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return function;
 }
 
+CUtensorMapDataType map_type(DType dtype) {
+  if (dtype == DType::kBF16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return dtype == DType::kF32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
 }  // namespace
 
 CUtensorMap make_tensor_map(const char* name, DType dtype, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows) {
@@ -33,9 +38,8 @@ CUtensorMap make_tensor_map(const char* name, DType dtype, const void* data, std
   const cuuint64_t strides[2] = {extents[0] * static_cast<cuuint64_t>(size), extents[0] * extents[1] * static_cast<cuuint64_t>(size)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encoder()(&map, dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, rank,
-                                    const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder()(&map, map_type(dtype), rank, const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                    CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     WB_FAIL(ErrorCode::kCuda, "cuTensorMapEncodeTiled of {} [{}, {}, {}] failed with driver error {}", name, planes, rows, columns, static_cast<int>(result));
   }

@@ -10,7 +10,7 @@
 
 namespace waybill::cuda {
 
-// A map over bf16 or f32 [planes, rows, columns], contiguous (2 dimensions where planes is 0), whose boxes of box_rows rows of 128 bytes lie in
+// A map over bf16, f32 or bytes (u8, f8) [planes, rows, columns], contiguous (2 dimensions where planes is 0), whose boxes of box_rows rows of 128 bytes lie in
 // shared memory in the 128-byte swizzle; elements outside the tensor arrive as 0 and are not stored.
 // data must be aligned to 16 bytes and rows be a multiple of 16 bytes: kInvalidArgument naming `name` otherwise.
 CUtensorMap make_tensor_map(const char* name, DType dtype, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows);

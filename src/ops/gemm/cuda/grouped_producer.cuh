@@ -7,11 +7,11 @@
 namespace waybill::cuda {
 
 // --- warp 1: units ---
-template <class C>
-__device__ void draw_units(const GroupedParams& p, GroupedShared<C>& shared, int rank) {
+template <class C, class Walker = UnitWalker<C::kForm, C::kBlockN, C::kCluster>, class Shared>
+__device__ void draw_units(const GroupedParams& p, Shared& shared, int rank) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int num_clusters = static_cast<int>(gridDim.x) / C::kCluster;
-  UnitWalker<C::kForm, C::kBlockN, C::kCluster> walker(p, lane, num_clusters);
+  Walker walker(p, lane, num_clusters);
   Ring<kUnitSlots> ring;
   int unit = static_cast<int>(blockIdx.x) / C::kCluster;
   for (int drawn = 0;; ++drawn) {

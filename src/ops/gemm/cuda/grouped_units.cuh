@@ -19,14 +19,15 @@ struct alignas(16) Unit {
   int slice, num_slices, first_slot, slot_stride;  // kTN: the partial tile of slice s is at first_slot + s * slot_stride
 };
 
-template <GemmForm kForm, int kBlockN, int kCluster>
+// kBlockK: rows of a k block. kIsBlocked (kTN): operands lie in blocks of kBlockK rows that start anew at each group, and k_row counts blocks.
+template <GemmForm kForm, int kBlockN, int kCluster, int kBlockK = gemm_limits::kBlockK, bool kIsBlocked = false>
 class UnitWalker {
  public:
   __device__ UnitWalker(const GroupedParams& p, int lane, int num_clusters) : p_(p), lane_(lane), pass_(p.max_split_units > 0 ? 0 : p.num_passes - 1) {
     q_tiles_ = (p.n + kBlockN - 1) / kBlockN;
     if constexpr (kForm == GemmForm::kTN) {
       tiles_ = units_of_tiles((p.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
-      const long long blocks = max(min(__ldg(p.offsets + p.groups), p.rows), 0) / gemm_limits::kBlockK + 1;
+      const long long blocks = max(min(__ldg(p.offsets + p.groups), p.rows), 0) / kBlockK + 1;
       slice_blocks_ = max(static_cast<int>(blocks * tiles_ / (static_cast<long long>(num_clusters) * p.slices_per_cluster)), p.min_slice_blocks);
     }
     fetch(0);
@@ -41,7 +42,7 @@ class UnitWalker {
     const unsigned reached = __ballot_sync(ptx::kFullWarp, lane_end_ > unit - base_unit_);
     const int owner = __ffs(static_cast<int>(reached)) - 1;
     const int local = unit - base_unit_ - __shfl_sync(ptx::kFullWarp, lane_end_ - lane_units_, owner);
-    const int begin = __shfl_sync(ptx::kFullWarp, lane_begin_, owner), rows = __shfl_sync(ptx::kFullWarp, lane_rows_, owner);
+    const int begin = __shfl_sync(ptx::kFullWarp, kIsBlocked ? lane_block_ : lane_begin_, owner), rows = __shfl_sync(ptx::kFullWarp, lane_rows_, owner);
     out.group = base_group_ + owner;
     describe(unit, local, begin, rows, rank, out);
     return true;
@@ -53,7 +54,7 @@ class UnitWalker {
     if constexpr (kCluster == 1) return m_tiles * q_tiles_;
     return (m_tiles >> 1) * q_tiles_ + (m_tiles & 1) * ((q_tiles_ + 1) >> 1);
   }
-  __device__ static int blocks_of(int rows) { return (rows + gemm_limits::kBlockK - 1) / gemm_limits::kBlockK; }
+  __device__ static int blocks_of(int rows) { return (rows + kBlockK - 1) / kBlockK; }
   __device__ int slices_of(int blocks) const { return max((blocks + slice_blocks_ / 2) / slice_blocks_, 1); }
   __device__ int units_of_rows(int rows, int group) const {
     if (group >= p_.groups) return 0;
@@ -68,6 +69,14 @@ class UnitWalker {
       return units_of_tiles((rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
     }
   }
+  __device__ int inclusive_sum(int value) const {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(ptx::kFullWarp, value, step);
+      if (lane_ >= step) value += below;
+    }
+    return value;
+  }
   __device__ void fetch(int group) {
     const int g = group + lane_;
     next_begin_ = g <= p_.groups ? __ldg(p_.offsets + g) : 0;
@@ -81,11 +90,12 @@ class UnitWalker {
       atomicOr(&p_.status->flags, static_cast<unsigned>(kStatusBadOffsets));
     }
     lane_rows_ = g < p_.groups ? end - lane_begin_ : 0;
-    lane_units_ = lane_end_ = units_of_rows(lane_rows_, g);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(ptx::kFullWarp, lane_end_, step);
-      if (lane_ >= step) lane_end_ += below;
+    lane_units_ = units_of_rows(lane_rows_, g);
+    lane_end_ = inclusive_sum(lane_units_);
+    if constexpr (kIsBlocked) {
+      const int blocks = blocks_of(lane_rows_), end = next_block_ + inclusive_sum(blocks);
+      lane_block_ = end - blocks;
+      next_block_ = __shfl_sync(ptx::kFullWarp, end, 31);
     }
     window_units_ = __shfl_sync(ptx::kFullWarp, lane_end_, 31);
     fetch(base_group_ + 32);
@@ -96,6 +106,7 @@ class UnitWalker {
       if (kForm != GemmForm::kTN || pass_ == p_.num_passes - 1) return false;
       ++pass_;
       next = 0;
+      next_block_ = 0;
       fetch(0);
     }
     base_unit_ += window_units_;
@@ -111,13 +122,13 @@ class UnitWalker {
       const int first = static_cast<int>(static_cast<long long>(slice) * blocks / slices);
       const int last = static_cast<int>(static_cast<long long>(slice + 1) * blocks / slices);
       out.slice = slice, out.num_slices = slices, out.first_slot = unit - slice * tiles_, out.slot_stride = tiles_;
-      out.k_row = begin + first * gemm_limits::kBlockK, out.num_blocks = last - first;
-      out.k_tail = slice == slices - 1 && blocks > 0 ? rows - (blocks - 1) * gemm_limits::kBlockK : gemm_limits::kBlockK;
+      out.k_row = begin + (kIsBlocked ? first : first * kBlockK), out.num_blocks = last - first;
+      out.k_tail = slice == slices - 1 && blocks > 0 ? rows - (blocks - 1) * kBlockK : kBlockK;
       local -= slice * tiles_;
     } else {
       m_tiles = (rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
       out.slice = 0, out.num_slices = 1, out.first_slot = 0, out.slot_stride = 0;
-      out.k_row = 0, out.num_blocks = blocks_of(p_.k), out.k_tail = gemm_limits::kBlockK;
+      out.k_row = 0, out.num_blocks = blocks_of(p_.k), out.k_tail = kBlockK;
     }
     const int pairs = m_tiles / kCluster;
     int m_tile, n_tile;
@@ -142,7 +153,7 @@ class UnitWalker {
   const GroupedParams& p_;
   int lane_, q_tiles_, tiles_ = 0, slice_blocks_ = 1;
   int base_group_ = 0, base_unit_ = 0, window_units_ = 0;
-  int lane_begin_ = 0, lane_rows_ = 0, lane_units_ = 0, lane_end_ = 0;
+  int lane_begin_ = 0, lane_rows_ = 0, lane_units_ = 0, lane_end_ = 0, lane_block_ = 0, next_block_ = 0;
   int next_begin_ = 0, next_end_ = 0;
   int pass_;
 };
