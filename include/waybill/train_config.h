@@ -57,13 +57,22 @@ struct LayerOverride {
   std::vector<std::pair<std::string, ConfigValue>> values;  // also "kind" ("dense", "moe"), "dense_F" and "P"
 };
 
+// What only `inspect model` understands: kinds of layers and heads that are counted, not trained.
+struct CountedOnly {
+  AttentionShape attention;  // its heads are ModelConfig's
+  DeltaNetShape delta_net;
+  std::int64_t full_attention_interval = 1;  // every n-th layer has attention, those before it gated delta nets; 1 = every layer
+  std::int64_t mtp_layers = 0;
+  bool shared_gate = false;
+};
+
 struct RunConfig {
   std::string name = "run";
   ModelConfig model;  // model.layers is written by resolve(); the rest comes from [model]
   std::int64_t num_layers = 2;
   std::int64_t num_dense_layers = 0;  // leading layers with a dense feed-forward
-  ArchitectureConfig shape_only;      // keys that only `inspect model` understands: attention, mtp_layers, shared_gate
-  LayerConfig layer;                  // defaults of a layer: [moe], [router], [exchange], model.dense_F
+  CountedOnly counted;
+  LayerConfig layer;  // defaults of a layer: [moe], [router], [exchange], model.dense_F
   std::vector<LayerOverride> layers;
   ParallelSettings parallel;
   TrainSettings train;
@@ -83,8 +92,9 @@ WB_API void validate(const RunConfig& config);
 WB_API std::string to_toml(const RunConfig& config);
 // The part that a checkpoint must agree with: [model], [moe], [router] and layer shapes, as TOML text (parallel sizes not included).
 WB_API std::string model_toml(const RunConfig& config);
-// For `inspect model`: sizes only, also of models that this engine does not run. One config of all layers: refuses layers that
-// differ in more than dense/MoE.
+// The settings that make this a model of `inspect model` only, as "model.key = value"; empty: this engine trains it.
+WB_API std::vector<std::string> counted_only_settings(const RunConfig& config);
+// For `inspect model`: sizes only, also of models that this engine does not train. Refuses widths whose kind of layer is not there.
 WB_API ArchitectureConfig architecture_of(const RunConfig& config);
 
 struct ConfigKeyInfo {

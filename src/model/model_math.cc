@@ -2,163 +2,162 @@
 #include "waybill/model_math.h"
 
 #include <algorithm>
-#include <cmath>
 
-#include "ops/model/cross_entropy.h"
+#include "model/layer_math.h"
 
 namespace waybill {
-namespace {
+namespace model {
 
 std::int64_t attention_parameters(const ArchitectureConfig& c) {
   const AttentionShape& a = c.attention;
-  if (a.kind == AttentionKind::kGQA) return c.H * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads);
+  if (a.kind == AttentionKind::kGQA) return c.H * a.head_dim * ((a.output_gate ? 3 : 2) * a.num_heads + 2 * a.num_kv_heads);
   const std::int64_t query_width = a.num_heads * (a.nope_dim + a.rope_dim);
   const std::int64_t query = a.q_rank > 0 ? c.H * a.q_rank + a.q_rank * query_width : c.H * query_width;
   const std::int64_t key_value = c.H * (a.kv_rank + a.rope_dim) + a.kv_rank * a.num_heads * (a.nope_dim + a.v_dim);
   return query + key_value + a.num_heads * a.v_dim * c.H;
 }
 
-// Width of the attention core in 6 * layers * width * seq: scores and values, halved for causality.
+std::int64_t delta_net_matrices(const ArchitectureConfig& c) {
+  const DeltaNetShape& d = c.delta_net;
+  return c.H * (2 * d.key_width() + 2 * d.value_width() + 2 * d.num_value_heads) + d.value_width() * c.H;
+}
+
+std::int64_t delta_net_convolution(const ArchitectureConfig& c) { return c.delta_net.conv_width * (2 * c.delta_net.key_width() + c.delta_net.value_width()); }
+
+std::int64_t matrices(const LayerShape& layer) { return layer.gated ? 3 : 2; }
+std::int64_t row_width(const ArchitectureConfig& c, const LayerShape& layer) { return layer.latent > 0 ? layer.latent : c.H; }
+
+std::int64_t expert_parameters(const ArchitectureConfig& c, const LayerShape& layer) {
+  const std::int64_t width = row_width(c, layer);
+  return matrices(layer) * layer.F * width + (layer.expert_bias ? (matrices(layer) - 1) * layer.F + width : 0);
+}
+
+}  // namespace model
+
+namespace {
+
+using namespace model;
+
+std::int64_t norm_parameters(const ArchitectureConfig& c, bool is_delta_net) {
+  const AttentionShape& a = c.attention;
+  if (is_delta_net) return 2 * c.H + c.delta_net.value_dim;
+  if (a.kind == AttentionKind::kMLA) return 2 * c.H + a.q_rank + a.kv_rank;
+  return 2 * c.H + (a.qk_norm ? 2 * a.head_dim : 0);
+}
+
+std::int64_t router_parameters(const ArchitectureConfig& c, const LayerShape& layer) { return layer.E * c.H + (layer.router_bias ? layer.E : 0); }
+std::int64_t latent_parameters(const ArchitectureConfig& c, const LayerShape& layer) { return 2 * layer.latent * c.H; }
+std::int64_t shared_parameters(const ArchitectureConfig& c, const LayerShape& layer) {
+  return matrices(layer) * layer.shared_F * c.H + (layer.shared_gate ? c.H : 0);
+}
+
+// Weights a token multiplies with in a feed-forward, router and gate of the shared expert left out.
+std::int64_t active_feed_forward(const ArchitectureConfig& c, const LayerShape& layer) {
+  if (!layer.is_moe) return 3 * layer.dense_F * c.H;
+  return layer.K * matrices(layer) * layer.F * row_width(c, layer) + latent_parameters(c, layer) + matrices(layer) * layer.shared_F * c.H;
+}
+
+// Width of the attention core in 6 * width * seq: scores and values, halved for causality.
 double attention_width(const AttentionShape& a) {
   if (a.kind == AttentionKind::kGQA) return static_cast<double>(a.num_heads * a.head_dim);
   return static_cast<double>(a.num_heads * (a.nope_dim + a.rope_dim + a.v_dim)) / 2;
 }
 
-std::int64_t layer_norm_parameters(const ArchitectureConfig& c) {
-  const AttentionShape& a = c.attention;
-  std::int64_t count = 2 * c.H;
-  if (a.kind == AttentionKind::kGQA && a.qk_norm) count += 2 * a.head_dim;
-  if (a.kind == AttentionKind::kMLA) count += a.q_rank + a.kv_rank;
-  return count;
-}
-
-std::int64_t matrices(const ArchitectureConfig& c) { return c.gated ? 3 : 2; }
-std::int64_t row_width(const ArchitectureConfig& c) { return c.latent > 0 ? c.latent : c.H; }
-std::int64_t moe_layers(const ArchitectureConfig& c) { return c.num_layers - c.num_dense_layers; }
-
-std::int64_t expert_matrix_parameters(const ArchitectureConfig& c) { return matrices(c) * c.F * row_width(c); }
-std::int64_t expert_bias_parameters(const ArchitectureConfig& c) { return c.expert_bias ? (matrices(c) - 1) * c.F + row_width(c) : 0; }
-std::int64_t shared_parameters(const ArchitectureConfig& c) { return matrices(c) * c.shared_F * c.H + (c.shared_gate ? c.H : 0); }
-std::int64_t latent_parameters(const ArchitectureConfig& c) { return 2 * c.latent * c.H; }
-
-// Weights a token multiplies with in one MoE feed-forward, the router left out.
-std::int64_t active_moe_linear(const ArchitectureConfig& c) {
-  return c.K * expert_matrix_parameters(c) + latent_parameters(c) + matrices(c) * c.shared_F * c.H;
-}
-
-}  // namespace
-
-void validate(const ArchitectureConfig& c) {
-  WB_CHECK(c.vocab > 0 && c.H > 0 && c.seq_len > 0, "{}: vocab {}, H {} and seq_len {} must be positive", c.name, c.vocab, c.H, c.seq_len);
-  WB_CHECK(c.num_layers > 0 && c.num_dense_layers >= 0 && c.num_dense_layers <= c.num_layers, "{}: {} dense layers of {} layers", c.name, c.num_dense_layers,
-           c.num_layers);
-  WB_CHECK(c.num_dense_layers == 0 || c.dense_F > 0, "{}: {} dense layers need dense_F, got {}", c.name, c.num_dense_layers, c.dense_F);
-  if (moe_layers(c) > 0) {
-    WB_CHECK(c.E > 0 && c.K > 0 && c.F > 0, "{}: MoE layers need E, K and F, got {}, {}, {}", c.name, c.E, c.K, c.F);
-    WB_CHECK(c.K <= c.E, "{}: K = {} exceeds E = {}", c.name, c.K, c.E);
+void validate_layer(const ArchitectureConfig& c, std::size_t i) {
+  const LayerShape& layer = c.layers[i];
+  if (!layer.is_moe) {
+    WB_CHECK(layer.dense_F > 0, "{}: layer {} is dense and needs dense_F, got {}", c.name, i, layer.dense_F);
+    return;
   }
-  WB_CHECK(c.shared_F >= 0 && c.latent >= 0 && c.mtp_layers >= 0, "{}: shared_F {}, latent {} and mtp_layers {} must not be negative", c.name, c.shared_F,
-           c.latent, c.mtp_layers);
-  WB_CHECK(c.mtp_layers == 0 || moe_layers(c) > 0, "{}: MTP modules are MoE layers, but all {} layers are dense", c.name, c.num_layers);
+  WB_CHECK(layer.E > 0 && layer.K > 0 && layer.F > 0, "{}: layer {} is MoE and needs E, K and F, got {}, {}, {}", c.name, i, layer.E, layer.K, layer.F);
+  WB_CHECK(layer.K <= layer.E, "{}: layer {}: K = {} exceeds E = {}", c.name, i, layer.K, layer.E);
+  WB_CHECK(layer.shared_F >= 0 && layer.latent >= 0, "{}: layer {}: shared_F {} and latent {} must not be negative", c.name, i, layer.shared_F, layer.latent);
+  constexpr double kMaxExperts = 1e15;  // parameters; keeps every sum over layers an int64
+  const double experts = static_cast<double>(layer.E) * static_cast<double>(expert_parameters(c, layer));
+  WB_CHECK(experts <= kMaxExperts, "{}: layer {}: {} experts of {} parameters each are more than {:.0e} parameters", c.name, i, layer.E,
+           expert_parameters(c, layer), kMaxExperts);
+  WB_CHECK(!layer.shared_gate || layer.shared_F > 0, "{}: layer {}: a gate on the shared expert needs shared_F", c.name, i);
+}
+
+void validate_mixers(const ArchitectureConfig& c) {
   const AttentionShape& a = c.attention;
   WB_CHECK(a.num_heads > 0, "{}: num_heads {} must be positive", c.name, a.num_heads);
   if (a.kind == AttentionKind::kGQA) {
     WB_CHECK(a.num_kv_heads > 0 && a.head_dim > 0 && a.num_heads % a.num_kv_heads == 0, "{}: {} heads, {} key/value heads of {}: heads must divide", c.name,
              a.num_heads, a.num_kv_heads, a.head_dim);
   } else {
+    WB_CHECK(!a.output_gate, "{}: an output gate is counted for grouped-query attention only", c.name);
     WB_CHECK(a.q_rank >= 0 && a.kv_rank > 0 && a.nope_dim > 0 && a.rope_dim >= 0 && a.v_dim > 0,
              "{}: MLA needs kv_rank, nope_dim and v_dim, got q_rank {}, kv_rank {}, nope_dim {}, rope_dim {}, v_dim {}", c.name, a.q_rank, a.kv_rank,
              a.nope_dim, a.rope_dim, a.v_dim);
   }
+  const DeltaNetShape& d = c.delta_net;
+  if (std::none_of(c.layers.begin(), c.layers.end(), [](const LayerShape& layer) { return layer.is_delta_net; })) return;
+  WB_CHECK(d.num_key_heads > 0 && d.num_value_heads > 0 && d.num_value_heads % d.num_key_heads == 0 && d.key_dim > 0 && d.value_dim > 0 && d.conv_width > 0,
+           "{}: gated delta nets need key heads that divide the value heads, head widths and a convolution, got {} and {} heads of {} and {}, {} taps", c.name,
+           d.num_key_heads, d.num_value_heads, d.key_dim, d.value_dim, d.conv_width);
+}
+
+}  // namespace
+
+void validate(const ArchitectureConfig& c) {
+  WB_CHECK(c.vocab > 0 && c.H > 0 && c.seq_len > 0, "{}: vocab {}, H {} and seq_len {} must be positive", c.name, c.vocab, c.H, c.seq_len);
+  WB_CHECK(!c.layers.empty(), "{}: no layers", c.name);
+  for (std::size_t i = 0; i < c.layers.size(); ++i) validate_layer(c, i);
+  WB_CHECK(c.mtp_layers >= 0, "{}: mtp_layers {} must not be negative", c.name, c.mtp_layers);
+  WB_CHECK(c.mtp_layers == 0 || c.layers.back().is_moe, "{}: MTP modules are like the last layer, an MoE layer, but layer {} is dense", c.name,
+           c.layers.size() - 1);
+  validate_mixers(c);
 }
 
 ParameterCounts count_parameters(const ArchitectureConfig& c) {
   validate(c);
   ParameterCounts n;
-  const std::int64_t layers = c.num_layers, moe = moe_layers(c);
-  const std::int64_t expert = expert_matrix_parameters(c) + expert_bias_parameters(c);
   n.embedding = c.vocab * c.H;
   n.head = c.tie_embeddings ? 0 : c.vocab * c.H;
-  n.attention = layers * attention_parameters(c);
-  n.norms = layers * layer_norm_parameters(c) + c.H;
-  n.dense = c.num_dense_layers * 3 * c.dense_F * c.H;
-  n.router = moe * (c.E * c.H + (c.router_bias ? c.E : 0));
-  n.latent = moe * latent_parameters(c);
-  n.shared = moe * shared_parameters(c);
-  n.experts = moe * c.E * expert;
-  n.active_experts = moe * c.K * expert;
-  // An MTP module: two norms of its inputs, the projection 2H -> H, one MoE layer and its final norm; embedding and head are shared.
-  const std::int64_t module = 2 * c.H * c.H + 3 * c.H + attention_parameters(c) + layer_norm_parameters(c) + c.E * c.H + (c.router_bias ? c.E : 0) +
-                              latent_parameters(c) + shared_parameters(c) + c.E * expert;
-  n.mtp = c.mtp_layers * module;
+  n.norms = c.H;
+  for (const LayerShape& layer : c.layers) {
+    n.norms += norm_parameters(c, layer.is_delta_net);
+    if (layer.is_delta_net)
+      n.delta_net += delta_net_matrices(c) + delta_net_convolution(c) + 2 * c.delta_net.num_value_heads;  // and a decay's two values a head
+    else
+      n.attention += attention_parameters(c);
+    if (!layer.is_moe) {
+      n.dense += 3 * layer.dense_F * c.H;
+      continue;
+    }
+    n.router += router_parameters(c, layer);
+    n.latent += latent_parameters(c, layer);
+    n.shared += shared_parameters(c, layer);
+    n.experts += layer.E * expert_parameters(c, layer);
+    n.active_experts += layer.K * expert_parameters(c, layer);
+  }
+  if (c.mtp_layers > 0) {
+    // An MTP module: two norms of its inputs, the projection 2H -> H, one layer and its final norm; embedding and head are shared.
+    const LayerShape& layer = c.layers.back();
+    n.mtp = c.mtp_layers * (2 * c.H * c.H + 3 * c.H + attention_parameters(c) + norm_parameters(c, false) + router_parameters(c, layer) +
+                            latent_parameters(c, layer) + shared_parameters(c, layer) + layer.E * expert_parameters(c, layer));
+  }
   return n;
 }
 
 TokenFlops flops_per_token(const ArchitectureConfig& c) {
   validate(c);
   TokenFlops f;
-  const auto d = [](std::int64_t value) { return static_cast<double>(value); };
-  const double layer_attention = 6 * attention_width(c.attention) * d(c.seq_len);
-  const double moe_layer = 6 * d(attention_parameters(c) + active_moe_linear(c));
-  f.linear = 6 * (d(c.num_layers) * d(attention_parameters(c)) + d(c.num_dense_layers) * d(3 * c.dense_F * c.H) + d(moe_layers(c)) * d(active_moe_linear(c)));
-  f.head = 6 * d(c.vocab) * d(c.H);
-  f.attention = d(c.num_layers) * layer_attention;
-  f.router = 6 * d(moe_layers(c)) * d(c.E) * d(c.H);
-  f.mtp = d(c.mtp_layers) * (moe_layer + layer_attention + 6 * d(2 * c.H * c.H) + f.head);
+  const auto six = [](std::int64_t products) { return 6 * static_cast<double>(products); };
+  const double core = 6 * attention_width(c.attention) * static_cast<double>(c.seq_len);
+  const double head = six(c.vocab * c.H);
+  f.head = head;
+  for (const LayerShape& layer : c.layers) {
+    f.linear += six((layer.is_delta_net ? delta_net_matrices(c) : attention_parameters(c)) + active_feed_forward(c, layer));
+    if (layer.is_delta_net)
+      f.delta_net += six(delta_net_convolution(c) + 4 * c.delta_net.num_value_heads * c.delta_net.key_dim * c.delta_net.value_dim);
+    else
+      f.attention += core;
+    f.router += six(layer.is_moe ? layer.E * c.H : 0);
+  }
+  f.mtp = static_cast<double>(c.mtp_layers) * (six(attention_parameters(c) + active_feed_forward(c, c.layers.back()) + 2 * c.H * c.H) + core + head);
   return f;
-}
-
-namespace {
-
-// Bytes of one layer's operand copies (src/moe/recipe_operands.h): the largest product of each buffer. Blocked recipes hold dequantised fp32
-// and, for wgrad, the rows slot by slot.
-double operand_bytes(const ArchitectureConfig& c, const MemoryPlan& plan, double rows, double slots) {
-  if (plan.recipe == Recipe::kF32) return 0;
-  const bool is_blocked = plan.recipe != Recipe::kBF16;
-  const auto d = [](std::int64_t value) { return static_cast<double>(value); };
-  const double W = d(row_width(c)), F = d(c.F), inner = d(matrices(c) - 1), I = inner * F, T = d(plan.tokens_per_rank);
-  const double shared_I = inner * d(c.shared_F), shared_wide = c.shared_F > 0 ? std::max(d(c.H), shared_I) : 0;
-  const double left = std::max({(is_blocked ? slots : rows) * W, slots * I, T * shared_wide});
-  const double right = std::max(slots * I, T * shared_wide);
-  const double weights = std::max(d(c.E) / plan.P * W * I, d(c.H) * shared_I);
-  return (left + right + weights) * (is_blocked ? 4 : 2);
-}
-
-}  // namespace
-
-MemoryEstimate memory_per_rank(const ArchitectureConfig& c, const MemoryPlan& plan) {
-  const ParameterCounts n = count_parameters(c);
-  WB_CHECK(plan.P >= 1 && plan.D >= 1 && plan.tokens_per_rank >= 0, "P {}, D {}, tokens_per_rank {}", plan.P, plan.D, plan.tokens_per_rank);
-  WB_CHECK(moe_layers(c) == 0 || c.E % plan.P == 0, "{}: E = {} is not divisible by P = {}", c.name, c.E, plan.P);
-  const std::int64_t mtp_experts = c.mtp_layers * c.E * (expert_matrix_parameters(c) + expert_bias_parameters(c));
-  const std::int64_t all = n.total() + n.mtp, experts = n.experts + mtp_experts;
-  MemoryEstimate m;
-  m.parameters = all - experts + experts / plan.P;
-  const double parameters = static_cast<double>(m.parameters);
-  m.weights = parameters * plan.weight_bytes;
-  m.gradients = parameters * plan.grad_bytes;
-  m.optimizer = parameters * plan.optimizer_bytes;
-
-  const double T = static_cast<double>(plan.tokens_per_rank), bytes = plan.activation_bytes;
-  const double slots = T * static_cast<double>(c.K) * plan.receive_factor;
-  const double rows = std::min(slots, T * static_cast<double>(plan.P));
-  const AttentionShape& a = c.attention;
-  const double qkv = a.kind == AttentionKind::kGQA ? static_cast<double>((a.num_heads + 2 * a.num_kv_heads) * a.head_dim)
-                                                   : static_cast<double>(a.num_heads * (2 * (a.nope_dim + a.rope_dim) + a.v_dim));
-  const double core_out = a.kind == AttentionKind::kGQA ? static_cast<double>(a.num_heads * a.head_dim) : static_cast<double>(a.num_heads * a.v_dim);
-  // Block inputs of both halves, query/key/value, the core's output and its log-sum-exp.
-  const double attention = T * (2 * static_cast<double>(c.H) + qkv + core_out) * bytes + T * static_cast<double>(a.num_heads) * 4;
-  const double inner = static_cast<double>(matrices(c) - 1);
-  const double dense = T * 2 * static_cast<double>(c.dense_F) * bytes;
-  double moe = slots * 8 + T * inner * static_cast<double>(c.shared_F) * bytes + T * static_cast<double>(c.K) * 6;  // routes, shared expert
-  if (plan.recompute != Recompute::kLayer) moe += rows * static_cast<double>(row_width(c)) * bytes + slots * inner * static_cast<double>(c.F) * bytes;
-  if (plan.recompute == Recompute::kNone) moe += slots * static_cast<double>(c.F) * bytes;
-  const double moe_count = static_cast<double>(moe_layers(c) + c.mtp_layers);
-  m.activations = static_cast<double>(c.num_layers + c.mtp_layers) * attention + static_cast<double>(c.num_dense_layers) * dense + moe_count * moe;
-  if (moe_count > 0) m.receive_window = (2 * rows + slots) * static_cast<double>(row_width(c)) * bytes;
-  m.operands = moe_count * operand_bytes(c, plan, rows, slots);
-  m.logits = static_cast<double>(std::min<std::int64_t>(plan.tokens_per_rank, cross_entropy_chunk_rows(c.vocab)) * c.vocab) * 4;
-  return m;
 }
 
 ArchitectureConfig architecture_of(const ModelConfig& config) {
@@ -167,34 +166,30 @@ ArchitectureConfig architecture_of(const ModelConfig& config) {
   c.vocab = config.vocab;
   c.H = config.H;
   c.seq_len = config.seq_len;
-  c.num_layers = static_cast<std::int64_t>(config.layers.size());
   c.tie_embeddings = config.tie_embeddings;
   c.attention.num_heads = config.num_heads;
   c.attention.num_kv_heads = config.num_kv_heads;
   c.attention.head_dim = config.head_dim;
   c.attention.qk_norm = config.qk_norm;
-  const MoeConfig* first = nullptr;
   for (const LayerConfig& layer : config.layers) {
+    LayerShape& shape = c.layers.emplace_back();
+    shape.is_moe = layer.is_moe;
     if (!layer.is_moe) {
-      WB_CHECK(first == nullptr && (c.dense_F == 0 || c.dense_F == layer.dense_F), "{}: dense layers must lead and share one width", c.name);
-      c.dense_F = layer.dense_F;
-      ++c.num_dense_layers;
+      shape.dense_F = layer.dense_F;
       continue;
     }
     const MoeConfig& m = layer.moe;
-    if (first == nullptr) {
-      first = &m;
-      c.E = m.E;
-      c.K = m.K;
-      c.F = m.F;
-      c.shared_F = m.shared_F;
-      c.latent = m.latent;
-      c.gated = m.activation.kind != Activation::kReluSquared;
-      c.expert_bias = m.expert_bias;
-      c.router_bias = m.bias_update_rate > 0;
-    }
-    WB_CHECK(m.E == first->E && m.K == first->K && m.F == first->F && m.shared_F == first->shared_F && m.latent == first->latent,
-             "{}: MoE layers differ in shape (E {} and {}, K {} and {}, F {} and {})", c.name, m.E, first->E, m.K, first->K, m.F, first->F);
+    shape.E = m.E;
+    shape.K = m.K;
+    shape.F = m.F;
+    shape.shared_F = m.shared_F;
+    shape.latent = m.latent;
+    shape.gated = m.activation.kind != Activation::kReluSquared;
+    shape.expert_bias = m.expert_bias;
+    shape.router_bias = m.bias_update_rate > 0;
+    shape.P = layer.P;
+    shape.recompute = m.recompute;
+    shape.recipe = m.recipe.kind;
   }
   return c;
 }

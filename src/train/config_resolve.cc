@@ -53,15 +53,25 @@ void check_training(const RunConfig& config) {
   WB_CHECK(train.min_learning_rate <= train.learning_rate, "{}: train.min_learning_rate = {} exceeds train.learning_rate = {}", config.name,
            train.min_learning_rate, train.learning_rate);
   WB_CHECK(train.warmup_steps <= train.steps, "{}: train.warmup_steps = {} exceeds train.steps = {}", config.name, train.warmup_steps, train.steps);
-  const ArchitectureConfig& shape = config.shape_only;
-  WB_CHECK(shape.attention.kind == AttentionKind::kGQA && shape.mtp_layers == 0 && !shape.shared_gate,
-           "{}: model.attention = mla, mtp_layers and shared_gate describe models for `inspect model`; this engine does not train them", config.name);
+  const std::vector<std::string> counted = counted_only_settings(config);
+  if (!counted.empty())
+    WB_FAIL(ErrorCode::kUnsupported, "{}: this engine does not train {}; `waybill inspect model` gives the model's sizes", config.name,
+            fmt::join(counted, ", "));
 }
 
-// The layers agree in everything that sizes depend on.
-bool same_shape(const LayerConfig& a, const LayerConfig& b) {
-  return a.moe.E == b.moe.E && a.moe.K == b.moe.K && a.moe.F == b.moe.F && a.moe.latent == b.moe.latent && a.moe.shared_F == b.moe.shared_F &&
-         a.moe.activation.kind == b.moe.activation.kind && a.moe.expert_bias == b.moe.expert_bias;
+// Widths whose kind of layer is switched off would be left out of the sizes without a word.
+void check_counted(const RunConfig& config) {
+  const CountedOnly& c = config.counted;
+  const AttentionShape& a = c.attention;
+  const bool has_mla = a.q_rank > 0 || a.kv_rank > 0 || a.nope_dim > 0 || a.rope_dim > 0 || a.v_dim > 0;
+  WB_CHECK(a.kind == AttentionKind::kMLA || !has_mla,
+           "{}: model.q_rank = {}, kv_rank = {}, nope_dim = {}, rope_dim = {}, v_dim = {} need model.attention = \"mla\"", config.name, a.q_rank, a.kv_rank,
+           a.nope_dim, a.rope_dim, a.v_dim);
+  const DeltaNetShape& d = c.delta_net;
+  const bool has_delta_net = d.num_key_heads > 0 || d.num_value_heads > 0 || d.key_dim > 0 || d.value_dim > 0;
+  WB_CHECK(c.full_attention_interval > 1 || !has_delta_net,
+           "{}: model.linear_key_heads = {}, linear_value_heads = {}, linear_key_dim = {}, linear_value_dim = {} need model.full_attention_interval above 1",
+           config.name, d.num_key_heads, d.num_value_heads, d.key_dim, d.value_dim);
 }
 
 // The name becomes part of a folder's name, so it may not lead elsewhere or hide the folder.
@@ -97,50 +107,39 @@ void resolve(RunConfig& config) {
 
 void validate(const RunConfig& config) {
   check_layers(config);
+  check_counted(config);
   check_training(config);
   validate(config.model, config.parallel.W());  // its messages begin with the model's name, which is the run's
   validate(config.train.optimizer);
 }
 
+std::vector<std::string> counted_only_settings(const RunConfig& config) {
+  const CountedOnly& c = config.counted;
+  std::vector<std::string> list;
+  if (c.attention.kind == AttentionKind::kMLA) list.emplace_back("model.attention = \"mla\"");
+  if (c.attention.output_gate) list.emplace_back("model.output_gate = true");
+  if (c.full_attention_interval > 1) list.push_back(fmt::format("model.full_attention_interval = {}", c.full_attention_interval));
+  if (c.mtp_layers > 0) list.push_back(fmt::format("model.mtp_layers = {}", c.mtp_layers));
+  if (c.shared_gate) list.emplace_back("model.shared_gate = true");
+  return list;
+}
+
 ArchitectureConfig architecture_of(const RunConfig& config) {
-  const ModelConfig& model = config.model;
-  ArchitectureConfig shape = config.shape_only;
-  shape.name = config.name;
-  shape.vocab = model.vocab;
-  shape.H = model.H;
-  shape.seq_len = model.seq_len;
-  shape.num_layers = config.num_layers;
-  shape.num_dense_layers = 0;
-  shape.tie_embeddings = model.tie_embeddings;
-  shape.attention.num_heads = model.num_heads;
-  shape.attention.num_kv_heads = model.num_kv_heads;
-  shape.attention.head_dim = model.head_dim;
-  shape.attention.qk_norm = model.qk_norm;
-  const LayerConfig* moe = nullptr;
-  for (std::size_t i = 0; i < model.layers.size(); ++i) {
-    const LayerConfig& layer = model.layers[i];
-    if (!layer.is_moe) {
-      WB_CHECK(moe == nullptr, "{}: dense layer {} behind MoE layers: sizes are given only for leading dense layers", config.name, i);
-      WB_CHECK(shape.num_dense_layers == 0 || shape.dense_F == layer.dense_F, "{}: layer {}: sizes are given only for dense layers of one width", config.name,
-               i);
-      shape.dense_F = layer.dense_F;
-      ++shape.num_dense_layers;
-      continue;
-    }
-    WB_CHECK(moe == nullptr || same_shape(*moe, layer), "{}: layer {} differs from the first MoE layer: sizes are given only for equal MoE layers", config.name,
-             i);
-    if (moe == nullptr) moe = &layer;
-  }
-  if (moe != nullptr) {
-    const MoeConfig& m = moe->moe;
-    shape.E = m.E;
-    shape.K = m.K;
-    shape.F = m.F;
-    shape.latent = m.latent;
-    shape.shared_F = m.shared_F;
-    shape.gated = m.activation.kind != Activation::kReluSquared;
-    shape.expert_bias = m.expert_bias;
-    shape.router_bias = m.bias_update_rate > 0;
+  check_counted(config);
+  const CountedOnly& counted = config.counted;
+  ArchitectureConfig shape = architecture_of(config.model);
+  const AttentionShape heads = shape.attention;
+  shape.attention = counted.attention;
+  shape.attention.num_heads = heads.num_heads;
+  shape.attention.num_kv_heads = heads.num_kv_heads;
+  shape.attention.head_dim = heads.head_dim;
+  shape.attention.qk_norm = heads.qk_norm;
+  shape.delta_net = counted.delta_net;
+  shape.mtp_layers = counted.mtp_layers;
+  for (std::size_t i = 0; i < shape.layers.size(); ++i) {
+    LayerShape& layer = shape.layers[i];
+    layer.is_delta_net = (static_cast<std::int64_t>(i) + 1) % counted.full_attention_interval != 0;
+    layer.shared_gate = counted.shared_gate && layer.is_moe;
   }
   return shape;
 }

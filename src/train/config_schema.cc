@@ -80,14 +80,28 @@ void add_model_keys(std::vector<RunKey>& keys) {
   add(real_key<R>("model.rope_theta", 1, kMaxReal, "base of the rotary embedding", WB_REF(model.rope_theta)));
   add(real_key<R>("model.norm_epsilon", 0, 1, "inside the RMS norms", WB_REF(model.norm_epsilon)));
   add(real_key<R>("model.init_std", 0, 10, "of the initial weights", WB_REF(model.init_std)));
-  add(choice_key<R>("model.attention", {"gqa", "mla"}, "mla: sizes for `inspect model` only", WB_REF(shape_only.attention.kind)));
-  add(integer_key<R>("model.q_rank", 0, kMaxWidth, "mla: query rank", WB_REF(shape_only.attention.q_rank)));
-  add(integer_key<R>("model.kv_rank", 0, kMaxWidth, "mla: key/value rank", WB_REF(shape_only.attention.kv_rank)));
-  add(integer_key<R>("model.nope_dim", 0, 4096, "mla: head width without rotation", WB_REF(shape_only.attention.nope_dim)));
-  add(integer_key<R>("model.rope_dim", 0, 4096, "mla: head width with rotation", WB_REF(shape_only.attention.rope_dim)));
-  add(integer_key<R>("model.v_dim", 0, 4096, "mla: head width of values", WB_REF(shape_only.attention.v_dim)));
-  add(integer_key<R>("model.mtp_layers", 0, 16, "multi-token-prediction modules, `inspect model` only", WB_REF(shape_only.mtp_layers)));
-  add(bool_key<R>("model.shared_gate", "learned gate on the shared expert, `inspect model` only", WB_REF(shape_only.shared_gate)));
+}
+
+// Counted by `inspect model`, not trained: counted_only_settings() in config_resolve.cc goes over the same keys.
+void add_counted_keys(std::vector<RunKey>& keys) {
+  const auto add = [&keys](RunKey key) { keys.push_back(std::move(key)); };
+  using R = RunConfig;
+  add(choice_key<R>("model.attention", {"gqa", "mla"}, "mla: counted only", WB_REF(counted.attention.kind)));
+  add(integer_key<R>("model.q_rank", 0, kMaxWidth, "mla: query rank", WB_REF(counted.attention.q_rank)));
+  add(integer_key<R>("model.kv_rank", 0, kMaxWidth, "mla: key/value rank", WB_REF(counted.attention.kv_rank)));
+  add(integer_key<R>("model.nope_dim", 0, 4096, "mla: head width without rotation", WB_REF(counted.attention.nope_dim)));
+  add(integer_key<R>("model.rope_dim", 0, 4096, "mla: head width with rotation", WB_REF(counted.attention.rope_dim)));
+  add(integer_key<R>("model.v_dim", 0, 4096, "mla: head width of values", WB_REF(counted.attention.v_dim)));
+  add(bool_key<R>("model.output_gate", "learned gate on the attention's output, counted only", WB_REF(counted.attention.output_gate)));
+  add(integer_key<R>("model.full_attention_interval", 1, 1000, "every n-th layer has attention, the others gated delta nets (counted only)",
+                     WB_REF(counted.full_attention_interval)));
+  add(integer_key<R>("model.linear_key_heads", 0, 4096, "gated delta nets: query and key heads", WB_REF(counted.delta_net.num_key_heads)));
+  add(integer_key<R>("model.linear_value_heads", 0, 4096, "gated delta nets: value heads", WB_REF(counted.delta_net.num_value_heads)));
+  add(integer_key<R>("model.linear_key_dim", 0, 4096, "gated delta nets: width of a query or key head", WB_REF(counted.delta_net.key_dim)));
+  add(integer_key<R>("model.linear_value_dim", 0, 4096, "gated delta nets: width of a value head", WB_REF(counted.delta_net.value_dim)));
+  add(integer_key<R>("model.linear_conv", 1, 4096, "gated delta nets: taps of the convolution", WB_REF(counted.delta_net.conv_width)));
+  add(integer_key<R>("model.mtp_layers", 0, 16, "multi-token-prediction modules, counted only", WB_REF(counted.mtp_layers)));
+  add(bool_key<R>("model.shared_gate", "learned gate on the shared expert, counted only", WB_REF(counted.shared_gate)));
 }
 
 void add_run_keys(std::vector<RunKey>& keys) {
@@ -143,6 +157,7 @@ RunKey lift(const LayerKey& key) {
 std::vector<RunKey> make_run_keys() {
   std::vector<RunKey> keys;
   add_model_keys(keys);
+  add_counted_keys(keys);
   for (const LayerKey& key : layer_keys()) keys.push_back(lift(key));
   add_run_keys(keys);
   return keys;

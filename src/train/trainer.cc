@@ -12,7 +12,6 @@
 
 #include "collective_error.h"
 #include "durable_file.h"
-#include "model_flops.h"
 #include "rank_trainer.h"
 #include "run_folder.h"
 #include "sampler.h"
@@ -52,19 +51,10 @@ FabricOptions fabric_options(const RunConfig& config) {
 // A run that cannot fit is refused here: otherwise the system kills the process without a word. Compared is what the ranks of this
 // machine must hold with the memory that is there at all: weights, gradients, moments, a micro-batch's activations and all its tokens.
 void check_memory(const RunConfig& config, int ranks_here) {
-  const auto& layers = config.model.layers;
-  const auto moe = std::find_if(layers.begin(), layers.end(), [](const LayerConfig& layer) { return layer.is_moe; });
-  const bool alike = std::all_of(moe, layers.end(), [&](const LayerConfig& layer) {
-    return layer.is_moe && layer.P == moe->P && layer.moe.E == moe->moe.E && layer.moe.K == moe->moe.K && layer.moe.F == moe->moe.F;
-  });
-  if (!alike) return;  // the estimate knows models of one kind of MoE layer
   MemoryPlan plan;
-  plan.P = moe != layers.end() ? moe->P : 1;
-  plan.recompute = moe != layers.end() ? moe->moe.recompute : Recompute::kNone;
-  plan.recipe = moe != layers.end() ? moe->moe.recipe.kind : Recipe::kF32;
   const std::int64_t sequences = config.train.global_batch / (config.train.micro_batches * config.parallel.W());
   plan.tokens_per_rank = sequences * config.model.seq_len;
-  const MemoryEstimate rank = memory_per_rank(architecture_of(config), plan);
+  const MemoryEstimate rank = memory_per_rank(architecture_of(config.model), plan);
   const double tokens = static_cast<double>(config.train.global_batch / config.parallel.W()) * static_cast<double>(config.model.seq_len + 1) * 4;
   const double state = (rank.weights + rank.gradients + rank.optimizer) * ranks_here;
   const double batch = (rank.activations + rank.receive_window + rank.operands + rank.logits + tokens) * ranks_here;
@@ -144,7 +134,7 @@ RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEn
   header.active_parameters = trainer.num_parameters(true);
   header.tokens = data.size();
   header.tokens_per_step = config.train.global_batch * config.model.seq_len;
-  header.flops_per_token = model_flops_per_token(config.model);
+  header.flops_per_token = flops_per_token(architecture_of(config.model)).total();
   header.ceiling_tflops = ceiling;
   header.entropy = entropy;
   for (std::size_t i = 0; i < config.model.layers.size(); ++i) {

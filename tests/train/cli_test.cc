@@ -60,6 +60,12 @@ TEST_F(CliTest, BadInputIsOneLineAndExitCode2) {
   expect_refused(bin + " --set data.dtype=int8" + run_dir, "dtype int8 is not supported");
   expect_refused(waybill + " generate " + (folder_ / "r"), "does not exist");
   expect_refused(base_ + "--set moe.E=65536 --set moe.F=65536" + run_dir, "GB for weights, gradients and moments alone");
+  // Layers of different shapes: one of them is too large.
+  write_file(folder_ / "uneven.toml", read_file(golden_) + "\n[[layers]]\nindex = 1\nmoe.E = 65536\nmoe.F = 65536\nP = 2\n");
+  expect_refused(waybill + " train " + (folder_ / "uneven.toml") + " --set model.num_layers=3 --text " + folder_.text() + run_dir,
+                 "GB for weights, gradients and moments alone");
+  expect_refused(base_ + "--set model.output_gate=true --set model.full_attention_interval=2" + run_dir,
+                 "this engine does not train model.output_gate = true, model.full_attention_interval = 2; `waybill inspect model` gives");
 }
 
 TEST_F(CliTest, AFailedMetricsWriteLeavesNoHalfLine) {

@@ -2,7 +2,9 @@
 // Sizes of a model from its config alone: parameters, floating-point operations a token, memory a rank.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "arguments.h"
 #include "inspect_verbs.h"
@@ -28,34 +30,86 @@ std::string billions(double count) {
   return fmt::format("{:.0f}", count);
 }
 
-// Bytes a parameter: fp32 everything, or bf16 weights with fp32 gradients, master weights and moments.
-MemoryPlan memory_plan(const ModelOptions& options, const RunConfig& run) {
+// What is printed: the model as the run spreads it.
+struct Inspected {
+  ArchitectureConfig model;
   MemoryPlan plan;
-  plan.P = options.P > 0 ? options.P : run.parallel.P;
-  plan.D = options.D > 0 ? options.D : run.parallel.D;
-  const std::int64_t sequences = std::max<std::int64_t>(run.train.global_batch / std::max<std::int64_t>(run.train.micro_batches * plan.P * plan.D, 1), 1);
-  plan.tokens_per_rank = options.tokens > 0 ? options.tokens : sequences * run.model.seq_len;
-  plan.recompute = run.layer.moe.recompute;
-  plan.recipe = run.layer.moe.recipe.kind;
-  if (options.precision == "bf16") {
-    plan.weight_bytes = 2;
-    plan.optimizer_bytes = 12;
-    plan.activation_bytes = 2;
+  int P = 1, D = 1;
+  std::vector<std::string> counted_only;  // settings that this engine does not train
+};
+
+Inspected inspect(const ModelOptions& options, const RunConfig& run) {
+  Inspected i;
+  i.model = architecture_of(run);
+  validate(i.model);
+  i.counted_only = counted_only_settings(run);
+  i.P = options.P > 0 ? options.P : run.parallel.P;
+  i.D = options.D > 0 ? options.D : run.parallel.D;
+  if (options.P > 0) {
+    for (LayerShape& layer : i.model.layers) layer.P = options.P;
   }
-  return plan;
+  const std::int64_t sequences = std::max<std::int64_t>(run.train.global_batch / std::max<std::int64_t>(run.train.micro_batches * i.P * i.D, 1), 1);
+  i.plan.tokens_per_rank = options.tokens > 0 ? options.tokens : sequences * run.model.seq_len;
+  if (options.precision == "bf16") {  // fp32 gradients, master weights and moments
+    i.plan.weight_bytes = 2;
+    i.plan.optimizer_bytes = 12;
+    i.plan.activation_bytes = 2;
+  }
+  return i;
 }
 
-nlohmann::json to_json(const ArchitectureConfig& model, const MemoryPlan& plan) {
+// Names of the MoE layers' recipes, each once, in layer order.
+std::string recipes(const ArchitectureConfig& model) {
+  std::vector<std::string> names;
+  for (const LayerShape& layer : model.layers) {
+    if (layer.is_moe && std::find(names.begin(), names.end(), to_string(layer.recipe)) == names.end()) names.emplace_back(to_string(layer.recipe));
+  }
+  return names.empty() ? to_string(Recipe::kF32) : fmt::format("{}", fmt::join(names, " and "));
+}
+
+std::string describe(const ArchitectureConfig& model, const LayerShape& layer) {
+  const AttentionShape& a = model.attention;
+  std::string text = layer.is_delta_net              ? "gated delta net"
+                     : a.kind == AttentionKind::kMLA ? "multi-head latent attention"
+                     : a.output_gate                 ? "grouped-query attention with output gate"
+                                                     : "grouped-query attention";
+  if (!layer.is_moe) return text + fmt::format(", dense F={}", layer.dense_F);
+  text += fmt::format(", E={} K={} F={}", layer.E, layer.K, layer.F);
+  if (layer.latent > 0) text += fmt::format(" latent={}", layer.latent);
+  if (layer.shared_F > 0) text += fmt::format(", shared F={}{}", layer.shared_F, layer.shared_gate ? " with gate" : "");
+  return text + fmt::format(", P={}", layer.P);
+}
+
+// Layers of one shape once, with their number, in the order in which the shapes first appear.
+void print_layers(const ArchitectureConfig& model) {
+  std::vector<std::pair<LayerShape, int>> kinds;
+  for (const LayerShape& layer : model.layers) {
+    const auto it = std::find_if(kinds.begin(), kinds.end(), [&](const auto& kind) { return kind.first == layer; });
+    if (it == kinds.end())
+      kinds.emplace_back(layer, 1);
+    else
+      ++it->second;
+  }
+  const auto num_moe = std::count_if(model.layers.begin(), model.layers.end(), [](const LayerShape& layer) { return layer.is_moe; });
+  fmt::print("{}: {} layers ({} MoE), H={}\n", model.name, model.layers.size(), num_moe, model.H);
+  for (const auto& [layer, count] : kinds) fmt::print("  {} x {}\n", count, describe(model, layer));
+}
+
+nlohmann::json to_json(const Inspected& i) {
+  const ArchitectureConfig& model = i.model;
   const ParameterCounts count = count_parameters(model);
   const TokenFlops flops = flops_per_token(model);
-  const MemoryEstimate memory = memory_per_rank(model, plan);
+  const MemoryEstimate memory = memory_per_rank(model, i.plan);
   return {{"name", model.name},
+          {"trained_by_this_engine", i.counted_only.empty()},
+          {"counted_only", i.counted_only},
           {"parameters",
            {{"total", count.total()},
             {"active", count.active()},
             {"embedding", count.embedding},
             {"head", count.head},
             {"attention", count.attention},
+            {"delta_net", count.delta_net},
             {"dense", count.dense},
             {"norms", count.norms},
             {"router", count.router},
@@ -69,13 +123,14 @@ nlohmann::json to_json(const ArchitectureConfig& model, const MemoryPlan& plan) 
             {"linear", flops.linear},
             {"head", flops.head},
             {"attention", flops.attention},
+            {"delta_net", flops.delta_net},
             {"mtp", flops.mtp},
             {"router", flops.router}}},
           {"seq_len", model.seq_len},
           {"memory_per_rank",
-           {{"P", plan.P},
-            {"D", plan.D},
-            {"tokens", plan.tokens_per_rank},
+           {{"P", i.P},
+            {"D", i.D},
+            {"tokens", i.plan.tokens_per_rank},
             {"parameters", memory.parameters},
             {"total", memory.total()},
             {"weights", memory.weights},
@@ -84,16 +139,17 @@ nlohmann::json to_json(const ArchitectureConfig& model, const MemoryPlan& plan) 
             {"activations", memory.activations},
             {"receive_window", memory.receive_window},
             {"logits", memory.logits},
-            {"recipe", to_string(plan.recipe)},
+            {"recipe", recipes(model)},
             {"operands", memory.operands}}}};
 }
 
 void print_parameters(const ArchitectureConfig& model) {
   const ParameterCounts count = count_parameters(model);
   Table table({"part", "parameters"});
-  const std::pair<const char*, std::int64_t> parts[] = {{"embedding", count.embedding}, {"head", count.head},     {"attention", count.attention},
-                                                        {"dense", count.dense},         {"norms", count.norms},   {"router", count.router},
-                                                        {"latent", count.latent},       {"shared", count.shared}, {"experts", count.experts}};
+  const std::pair<const char*, std::int64_t> parts[] = {
+      {"embedding", count.embedding}, {"head", count.head},      {"attention", count.attention}, {"gated delta nets", count.delta_net},
+      {"dense", count.dense},         {"norms", count.norms},    {"router", count.router},       {"latent", count.latent},
+      {"shared", count.shared},       {"experts", count.experts}};
   for (const auto& [name, value] : parts) {
     if (value > 0) table.add({name, billions(static_cast<double>(value))});
   }
@@ -103,10 +159,9 @@ void print_parameters(const ArchitectureConfig& model) {
   fmt::print("\n");
 }
 
-void print_memory(const ArchitectureConfig& model, const MemoryPlan& plan, const std::string& precision) {
-  const MemoryEstimate memory = memory_per_rank(model, plan);
-  fmt::print("\nmemory of one rank (model), {} training, P={} D={}, {} tokens a micro-batch, balanced load:\n", precision, plan.P, plan.D,
-             plan.tokens_per_rank);
+void print_memory(const Inspected& i, const std::string& precision) {
+  const MemoryEstimate memory = memory_per_rank(i.model, i.plan);
+  fmt::print("\nmemory of one rank (model), {} training, P={} D={}, {} tokens a micro-batch, balanced load:\n", precision, i.P, i.D, i.plan.tokens_per_rank);
   Table table({"what", "bytes"});
   table.add({"weights", format_bytes(memory.weights)});
   table.add({"gradients", format_bytes(memory.gradients)});
@@ -114,29 +169,26 @@ void print_memory(const ArchitectureConfig& model, const MemoryPlan& plan, const
   table.add({"activations", format_bytes(memory.activations)});
   table.add({"receive window", format_bytes(memory.receive_window)});
   table.add({"logits", format_bytes(memory.logits)});
-  if (plan.recipe != Recipe::kF32) table.add({fmt::format("{} operands", to_string(plan.recipe)), format_bytes(memory.operands)});
+  if (memory.operands > 0) table.add({fmt::format("{} operands", recipes(i.model)), format_bytes(memory.operands)});
   table.add({"total", format_bytes(memory.total())});
   table.print(stdout);
 }
 
 void run(const ModelOptions& options) {
-  const RunConfig run_config = load_run_config(options.config, options.overrides);
-  const ArchitectureConfig model = architecture_of(run_config);
-  validate(model);
-  const MemoryPlan plan = memory_plan(options, run_config);
+  const Inspected i = inspect(options, load_run_config(options.config, options.overrides));
   if (options.json) {
-    fmt::print("{}\n", to_json(model, plan).dump(2));
+    fmt::print("{}\n", to_json(i).dump(2));
     return;
   }
-  const std::int64_t num_moe = model.num_layers - model.num_dense_layers;
-  fmt::print("{}: {} layers ({} MoE), H={}, E={} K={} F={}{}\n", model.name, model.num_layers, num_moe, model.H, model.E, model.K, model.F,
-             model.latent > 0 ? fmt::format(", latent {}", model.latent) : "");
-  print_parameters(model);
-  const TokenFlops flops = flops_per_token(model);
-  fmt::print("{:.4g} GFLOP a token, forward and backward at {} tokens a sequence (linear {:.4g}, head {:.4g}, attention {:.4g}{}; router {:.3g} beside it)\n",
-             flops.total() / 1e9, model.seq_len, flops.linear / 1e9, flops.head / 1e9, flops.attention / 1e9,
-             flops.mtp > 0 ? fmt::format(", multi-token prediction {:.4g}", flops.mtp / 1e9) : "", flops.router / 1e9);
-  print_memory(model, plan, options.precision);
+  print_layers(i.model);
+  print_parameters(i.model);
+  const TokenFlops flops = flops_per_token(i.model);
+  const auto part = [](const char* name, double count) { return count > 0 ? fmt::format(", {} {:.4g}", name, count / 1e9) : ""; };
+  fmt::print("{:.4g} GFLOP a token, forward and backward at {} tokens a sequence (linear {:.4g}, head {:.4g}{}{}{}; router {:.3g} beside it)\n",
+             flops.total() / 1e9, i.model.seq_len, flops.linear / 1e9, flops.head / 1e9, part("attention", flops.attention),
+             part("gated delta nets", flops.delta_net), part("multi-token prediction", flops.mtp), flops.router / 1e9);
+  print_memory(i, options.precision);
+  if (!i.counted_only.empty()) fmt::print("\ncounted only, this engine does not train it: {}\n", fmt::join(i.counted_only, ", "));
 }
 
 }  // namespace
