@@ -87,8 +87,10 @@ Spread time_burst(const CudaStream& stream, int repetitions, int calls, double s
   return {us[us.size() / 2], us.back() - us.front()};
 }
 
-enum Op : int { kForward = 0, kGather, kDgrad, kStore, kStoreF32, kAccumulate, kNumOps };
-constexpr const char* kOpNames[] = {"gemm_fwd", "gemm_fwd gather", "gemm_dgrad", "gemm_wgrad bf16", "gemm_wgrad f32", "gemm_wgrad f32 +="};
+enum Op : int { kForward = 0, kGather, kDgrad, kStore, kStoreGatherA, kStoreGatherB, kStoreF32, kAccumulate, kNumOps };
+constexpr const char* kOpNames[] = {"gemm_fwd",        "gemm_fwd gather",          "gemm_dgrad",
+                                    "gemm_wgrad bf16", "gemm_wgrad bf16 gather a", "gemm_wgrad bf16 gather b",
+                                    "gemm_wgrad f32",  "gemm_wgrad f32 +="};
 
 class Bench {
  public:
@@ -116,7 +118,8 @@ class Bench {
     p.form = op <= kGather ? GemmForm::kNT : (op == kDgrad ? GemmForm::kNN : GemmForm::kTN);
     p.output = op == kStoreF32 ? GemmOutput::kF32 : (op == kAccumulate ? GemmOutput::kAddF32 : GemmOutput::kBf16);
     p.groups = s_.L, p.rows = S_, p.offsets = offsets_.as<std::int32_t>(), p.d = d_.data();
-    if (op == kGather) p.a_list = list_.as<std::int32_t>(), p.a_rows = S_;
+    if (op == kGather || op == kStoreGatherA) p.a_list = list_.as<std::int32_t>(), p.a_rows = S_;
+    if (op == kStoreGatherB) p.b_list = list_.as<std::int32_t>(), p.b_rows = S_;
     p.a = op <= kGather ? a_.data() : dy_.data();
     p.b = op <= kDgrad ? w_.data() : a_.data();
     p.m = op >= kStore ? s_.N : 0, p.n = op <= kGather ? s_.N : s_.C, p.k = op <= kGather ? s_.C : (op == kDgrad ? s_.N : 0);
@@ -145,7 +148,7 @@ class Bench {
     const double weights = static_cast<double>(s_.N) * static_cast<double>(s_.C), rows = static_cast<double>(S_);
     const double wide = rows * static_cast<double>(s_.N + s_.C) * 2;
     if (op < kStore) return wide + static_cast<double>(used_) * weights * 2;
-    const double size = op == kStore ? 2 : (op == kStoreF32 ? 4 : 8);
+    const double size = op <= kStoreGatherB ? 2 : (op == kStoreF32 ? 4 : 8);
     return wide + static_cast<double>(op == kAccumulate ? used_ : s_.L) * weights * size;
   }
   double target(Op op) const {
@@ -190,7 +193,7 @@ void record(const Bench& bench, Op op, const GemmTuning& tuning, const Spread& t
   const double rate = bench.flops() / t.us * 1e-6, floor = std::max(bench.flops() / dense * 1e-6, bench.bytes(op) / kBytesPerUs);
   const double wanted = bench.target(op) * dense / kTargetDense, target = wanted > 0 ? bench.flops() / wanted * 1e-6 : 0;
   g_all_match &= checked;
-  fmt::print("{:<18} {:<34} {:<38} {:9.1f} us  {:6.1f} TFLOP/s  floor x{:5.2f}  wanted {:>5}{}{}\n", kOpNames[op], bench.name(), describe(tuning), t.us, rate,
+  fmt::print("{:<24} {:<34} {:<38} {:9.1f} us  {:6.1f} TFLOP/s  floor x{:5.2f}  wanted {:>5}{}{}\n", kOpNames[op], bench.name(), describe(tuning), t.us, rate,
              t.us / floor, wanted > 0 ? fmt::format("{:.0f}", wanted) : "-", wanted > 0 ? (rate >= wanted ? " met" : " MISSED") : "", checked ? "" : "  WRONG");
   fmt::print(g_out,
              "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
@@ -208,7 +211,7 @@ int num_sms() {
 
 // What the command line says in place of the policy.
 struct Override {
-  GemmTile tile{0, 0, 0, 0};
+  GemmTile tile{0, 0, 0, 0, 1};
   int band = 0, slices = -1;
   GemmTuning apply(GemmTuning tuning) const {
     if (tile.block_n > 0) tuning.tile = tile;
@@ -233,7 +236,7 @@ void sweep(const Shape& shape, double dense) {
   const Bench bench(shape);
   for (int op = 0; op < kNumOps; ++op) {
     const auto o = static_cast<Op>(op);
-    if (o == kStoreF32 || o == kGather) continue;
+    if (o == kStoreF32 || o == kGather || o == kStoreGatherA || o == kStoreGatherB) continue;
     std::string line = fmt::format("{:<18} {:<30} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(o) * dense / kTargetDense);
     for (const GemmKernel& kernel : grouped_kernels(bench.problem(o).form, bench.problem(o).output)) {
       const GemmTile& tile = kernel.tile;

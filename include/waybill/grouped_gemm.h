@@ -8,7 +8,7 @@
 //
 // GPU (all tensors on one CUDA device): queued on stream.native; nothing waits, so the values of offsets and a_rows are not checked on the
 // host: offsets that are not an increasing sequence from 0 within the rows set kStatusBadOffsets in `status` and never reach outside the
-// tensors; a_rows outside [0, rows of a) count as -1. Implementations: cuda (sm_90a: bf16 operands, a_rows in the forward product only,
+// tensors; a_rows outside [0, rows of a) count as -1. Implementations: cuda (sm_90a: bf16 operands,
 // pointers aligned to 16 bytes and rows multiples of 8 elements) and cuda_portable (everything else, no speed claim); WB_LOG=select says
 // which and why. Capturable once a call of the same sizes has run on the stream (scratch is allocated then, at most 80 MiB a stream).
 // Repeated calls are bit-equal; a row's result does not depend on other rows.

@@ -43,7 +43,7 @@ struct GemmSizes {
   std::int64_t m = 0, n = 0, k = 0;  // as in GroupedProblem
   std::int64_t spare_rows = 37;      // NaN rows behind the last group
   bool bias = false;
-  bool listed = false;  // A is read through a shuffled list with some padding rows
+  bool listed = false, b_listed = false;  // A, or B of kTN, is read through a shuffled list with some padding rows
 };
 
 class GemmCase {
@@ -65,11 +65,14 @@ class GemmCase {
       bias_ = DeviceBuffer(bytes(groups_ * sizes.n) * 4);
       fill_normal(bias_.data(), DType::kF32, bytes(groups_ * sizes.n), 3, 1.0f, nullptr);
     }
-    if (sizes.listed) {
+    if (sizes.listed || sizes.b_listed) {
       std::vector<std::int32_t> list(static_cast<std::size_t>(rows_));
       std::iota(list.begin(), list.end(), 0);
       std::shuffle(list.begin(), list.begin() + valid_rows_, std::mt19937(5));
-      for (std::size_t i = 0; i < list.size(); i += 13) list[i] = i % 2 == 0 ? -1 : 1 << 30;
+      for (std::size_t i = 0; i < list.size(); i += 13) {
+        list[i] = i % 2 == 0 ? -1 : 1 << 30;
+        if (is_tn) spoil_row(sizes.listed ? b_ : a_, sizes.listed ? sizes.n : sizes.m, static_cast<std::int64_t>(i));
+      }
       list_ = DeviceBuffer(list.size() * 4 + 16);
       list_.upload(list.data(), list.size() * 4);
     }
@@ -86,6 +89,7 @@ class GemmCase {
     p.bias = sizes_.bias ? bias_.as<float>() : nullptr;
     p.status = status_.device_ptr();
     if (sizes_.listed) p.a_list = list_.as<std::int32_t>(), p.a_rows = valid_rows_;
+    if (sizes_.b_listed) p.b_list = list_.as<std::int32_t>(), p.b_rows = valid_rows_;
     return p;
   }
   void reset(cudaStream_t stream) const {
@@ -123,6 +127,9 @@ class GemmCase {
   }
   void spoil_tail(const DeviceBuffer& buffer, std::int64_t width) const {
     WB_TRY_CUDA(cudaMemset(buffer.as<unsigned char>() + valid_rows_ * width * 2, 0xff, bytes((rows_ - valid_rows_) * width) * 2));
+  }
+  static void spoil_row(const DeviceBuffer& buffer, std::int64_t width, std::int64_t row) {
+    WB_TRY_CUDA(cudaMemset(buffer.as<unsigned char>() + row * width * 2, 0xff, bytes(width) * 2));
   }
 
   GemmSizes sizes_;

@@ -64,6 +64,23 @@ TEST(GroupedGemmCuda, RowsThroughAListMatchAndPaddingRowsAreZero) {
   }
 }
 
+TEST(GroupedGemmCuda, ContractionsThroughAListMatchAndPaddingRowsAddNothing) {
+  WB_NEEDS_HOPPER();
+  for (const GemmOutput output : kOutputs) {
+    for (const GemmKernel& kernel : grouped_kernels(GemmForm::kTN, output)) {
+      for (const bool is_a : {false, true}) {
+        GemmSizes sizes{GemmForm::kTN, output, ragged_counts(), 200, 328, 0};
+        sizes.listed = is_a, sizes.b_listed = !is_a;
+        expect_right(sizes, {kernel.tile, 2});
+        sizes.counts = {5, 20000, 0, 700, 9011, 64};
+        GemmTuning tuning{kernel.tile, 2};
+        tuning.min_slice_blocks = 8;
+        expect_right(sizes, tuning);
+      }
+    }
+  }
+}
+
 TEST(GroupedGemmCuda, TheCheckSeesOneWrongElementAndOneWriteBehindTheEnd) {
   WB_NEEDS_HOPPER();
   const GemmCase c({GemmForm::kNT, GemmOutput::kBf16, {130, 0, 7}, 0, 136, 264});

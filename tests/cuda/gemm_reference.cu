@@ -15,12 +15,18 @@ struct Problem {
   const int* offsets;
   const void* d;
   const float *bias, *before;
-  const int* a_list;
-  long long a_rows;
+  const int *a_list, *b_list;
+  long long a_rows, b_rows;
   unsigned poison;
 };
 
 __device__ float value(const __nv_bfloat16* p, long long i) { return __bfloat162float(p[i]); }
+
+// Where row s is; -1: a padding row.
+__device__ long long source_of(const int* list, long long rows, long long s) {
+  const long long source = list == nullptr ? s : list[s];
+  return list == nullptr || (source >= 0 && source < rows) ? source : -1;
+}
 
 __device__ int group_of(const Problem& p, long long row) {
   int low = 0, high = p.groups;
@@ -72,7 +78,9 @@ __global__ void check(Problem p, long long elements, long long step, Totals* tot
     if (p.form == static_cast<int>(GemmForm::kTN)) {
       const long long g = i / (p.m * p.n), row = i / p.n % p.m, column = i % p.n;
       for (long long s = p.offsets[g]; s < p.offsets[g + 1]; ++s) {
-        const double product = static_cast<double>(value(p.a, s * p.m + row)) * value(p.b, s * p.n + column);
+        const long long a_row = source_of(p.a_list, p.a_rows, s), b_row = source_of(p.b_list, p.b_rows, s);
+        if (a_row < 0 || b_row < 0) continue;
+        const double product = static_cast<double>(value(p.a, a_row * p.m + row)) * value(p.b, b_row * p.n + column);
         sum += product, magnitude += fabs(product);
       }
       terms = p.offsets[g + 1] - p.offsets[g];
@@ -80,8 +88,8 @@ __global__ void check(Problem p, long long elements, long long step, Totals* tot
       const long long row = i / p.n, column = i % p.n;
       is_owned = row < p.offsets[p.groups];
       const long long g = is_owned ? group_of(p, row) : 0;
-      const long long source = is_owned && p.a_list != nullptr ? p.a_list[row] : row;
-      const bool is_there = is_owned && (p.a_list == nullptr || (source >= 0 && source < p.a_rows));
+      const long long source = is_owned ? source_of(p.a_list, p.a_rows, row) : -1;
+      const bool is_there = source >= 0;
       for (long long c = 0; is_there && c < p.k; ++c) {
         const float b = p.form == static_cast<int>(GemmForm::kNT) ? value(p.b, (g * p.n + column) * p.k + c) : value(p.b, (g * p.k + c) * p.n + column);
         const double product = static_cast<double>(value(p.a, source * p.k + c)) * b;
@@ -113,7 +121,9 @@ void launch_check_grouped(const GroupedProblem& problem, const float* before, un
                   problem.bias,
                   before,
                   problem.a_list,
+                  problem.b_list,
                   problem.a_rows,
+                  problem.b_rows,
                   poison};
   check<<<2048, 128, 0, stream>>>(p, elements, step, totals);
 }

@@ -33,6 +33,11 @@ __device__ __forceinline__ unsigned redux_add(unsigned v) {
   asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
   return r;
 }
+__device__ __forceinline__ unsigned redux_or(unsigned v) {
+  unsigned r;
+  asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
+  return r;
+}
 __device__ __forceinline__ unsigned lanemask_lt() {
   unsigned r;
   asm("mov.u32 %0, %%lanemask_lt;" : "=r"(r));
@@ -154,6 +159,10 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 // Ordinary shared-memory accesses before it are seen by the copy engine after it, and the other way round.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Arrives on `bar` when all earlier copy_async_16 of this thread have landed; counts among the barrier's arrivals.
+__device__ __forceinline__ void copy_async_arrive(std::uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive(std::uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
 }
@@ -254,6 +263,10 @@ __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatil
 // Four 8x8 matrices of 16-bit values from a warp's registers; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(std::uint32_t smem, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// The inverse of store_matrix_x4.
+__device__ __forceinline__ void load_matrix_x4(std::uint32_t smem, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(smem) : "memory");
 }
 // Four adds in global memory, 16-byte aligned.
 __device__ __forceinline__ void red_add_v4(float* p, float4 v) {

@@ -48,7 +48,7 @@ GroupedProblem problem(const Wgrad& call) {
   GroupedProblem p{};
   p.form = GemmForm::kTN, p.output = output_of(x.d_weights, x.accumulate);
   p.groups = call.shape.L, p.rows = call.shape.S, p.m = lnc ? call.shape.N : call.shape.C, p.n = lnc ? call.shape.C : call.shape.N;
-  p.a_list = list(x.a_rows);
+  (lnc ? p.b_list : p.a_list) = list(x.a_rows), (lnc ? p.b_rows : p.a_rows) = x.a.shape[0];
   p.a = lnc ? x.dy.data : x.a.data, p.b = lnc ? x.a.data : x.dy.data, p.offsets = list(x.offsets), p.d = x.d_weights.data, p.status = x.status;
   return p;
 }

@@ -8,18 +8,21 @@
 
 namespace waybill::cuda {
 
-template <GemmForm kForm_, GemmOutput kOutput_, int kBlockN_, int kStages_, int kCluster_, int kBuffers_>
+template <GemmForm kForm_, GemmOutput kOutput_, int kBlockN_, int kStages_, int kCluster_, int kBuffers_, int kCtas_>
 struct GroupedConfig {
   static constexpr GemmForm kForm = kForm_;
   static constexpr GemmOutput kOutput = kOutput_;
-  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
+  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_, kCtas = kCtas_;
   static constexpr bool kMajorA = kForm != GemmForm::kTN, kMajorB = kForm == GemmForm::kNT;  // K-major
   static constexpr int kBytesA = gemm_limits::kBlockM * gemm_limits::kBlockBytes, kBytesB = kBlockN * gemm_limits::kBlockBytes;
   static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps;
+  // Registers a thread after launch; the pool of a CTA is what its 384 threads start with.
+  static constexpr int kProducerRegisters = 56, kMathRegisters = 224;
   static_assert(kBlockN % 64 == 0 && (kCluster == 1 || kCluster == 2));
 };
 
 inline constexpr int kUnitSlots = 4;
+inline constexpr int kGatherThreads = 64;  // warps 2 and 3
 
 template <class C>
 struct GroupedShared {
@@ -30,6 +33,7 @@ struct GroupedShared {
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];
   int came_second[2];
+  std::uint32_t dead_rows[C::kStages][2];  // kTN through a list: bit 4 i + r of word w: row 8 i + 4 w + r of the k block is a padding row
 };
 
 // The value of lane 0, known to be the same in all lanes: what branches around matrix instructions must depend on.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a warpgroup's accumulators to D. Each warp turns its 16 rows around in shared memory of its own, 128 bytes of each row at a time, and
 // the copy engine stores (or adds) them while the warp goes on; no barrier beyond the warp. Where some of the 16 rows lie behind the group's
-// end, and with a single buffer, the lanes store themselves, 8 of them 128 adjacent bytes. D's last column stops both.
+// end the lanes store themselves, 8 of them 128 adjacent bytes. D's last column stops both.
 //
 // Lane layout of m64nN accumulators: thread t holds, of rows 16 * (t / 32) + (t % 32) / 4 and that + 8, columns 8 j + 2 (t % 4) + {0, 1} in
 // acc[4 j + {0, 1}] and acc[4 j + {2, 3}].
@@ -59,14 +59,12 @@ template <int kBlockN, GemmOutput kOutput, int kBuffers>
 __device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std::uint8_t* buffers, const GroupedParams& p, const WarpTarget& to) {
   constexpr int kSize = kOutput == GemmOutput::kBf16 ? 2 : 4, kColumns = 128 / kSize, kGroups = kBlockN / kColumns;
   static_assert(kGroups % kBuffers == 0, "buffers are used in turn");
-  const bool by_copy_engine = kBuffers > 1 && to.rows >= gemm_limits::kBufferRows;
+  const bool by_copy_engine = to.rows >= gemm_limits::kBufferRows;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     std::uint8_t* buffer = buffers + group % kBuffers * gemm_limits::kBufferBytes;
-    if constexpr (kBuffers > 1) {
-      if (to.lane == 0) ptx::bulk_wait_read<kBuffers - 1>();
-      __syncwarp();
-    }
+    if (to.lane == 0) ptx::bulk_wait_read<kBuffers - 1>();
+    __syncwarp();
     if constexpr (kOutput == GemmOutput::kBf16) {
       fill_bf16<kBlockN>(acc, group, buffer, to.lane);
     } else {
@@ -101,7 +99,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std:
       __syncwarp();
     }
     // Also an empty group counts, so that waiting for all but the last few finds the right ones.
-    if (kBuffers > 1 && to.lane == 0) ptx::bulk_commit();
+    if (to.lane == 0) ptx::bulk_commit();
   }
 }
 
@@ -151,6 +149,7 @@ __device__ __forceinline__ void add_partial(float (&acc)[kBlockN / 2], const flo
       const int at = 4 * (first + i);
       acc[at] += v[i].x, acc[at + 1] += v[i].y, acc[at + 2] += v[i].z, acc[at + 3] += v[i].w;
     }
+    asm volatile("" ::: "memory");  // the next loads stay behind
   }
 }
 

@@ -18,9 +18,10 @@ enum class GemmForm : int { kNT = 0, kNN = 1, kTN = 2 };
 enum class GemmOutput : int { kBf16 = 0, kF32 = 1, kAddF32 = 2 };
 
 // One compiled kernel: output tiles of 128 x block_n, k blocks of 64, `stages` of them in shared memory, clusters of 1 or 2 CTAs. buffers: of 2 KiB
-// that a math warp has for its part of the result; with 2 or more the copy engine stores from them while the next tile is computed.
+// that a math warp has for its part of the result; the copy engine stores from them, while the next tile is computed where there are 2 or more.
+// ctas: that share an SM; 2 of them hide each other's way from registers to memory.
 struct GemmTile {
-  int block_n = 256, stages = 4, cluster = 2, buffers = 2;
+  int block_n = 256, stages = 4, cluster = 2, buffers = 2, ctas = 1;
   friend bool operator==(const GemmTile&, const GemmTile&) = default;
 };
 
@@ -32,9 +33,10 @@ struct GroupedParams {
   int m, n, k;  // m: kTN only; k: kNT, kNN only
   int band;     // row tiles (pairs in a cluster) that are walked together before the next columns, for the L2
   // kNT, kNN: row s of A is row a_list[s] of a_data [a_rows, k], a zero row where a_list[s] is outside; null: row s itself, through the map.
-  const std::int32_t* a_list;
-  const void* a_data;
-  int a_rows;
+  // kTN: row s of A, or of B, likewise; a row outside adds nothing, whatever the other operand holds.
+  const std::int32_t *a_list, *b_list;
+  const void *a_data, *b_data;
+  int a_rows, b_rows;
   void* d_data;
   const float* bias;  // [groups, n] or null; kNT, kNN
   // kTN: a group of 1.5 q k blocks or more is cut into slices of 0.75 q to 1.5 q, whose fp32 partial tiles meet in `partials`. q is the work

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The roles of warps 0 to 3 of a grouped matmul CTA (grouped_sm90.cuh): draw units of work, start the tensor copies, gather rows of A.
+// The roles of warps 0 and 1 of a grouped matmul CTA (grouped_sm90.cuh): draw units of work, start the tensor copies.
 #pragma once
 
 #include "ops/gemm/cuda/grouped_config.cuh"
@@ -121,8 +121,9 @@ __device__ void copy_blocks(const GroupedParams& p, GroupedShared<C>& shared, in
     const bool is_pair = C::kCluster == 2;
     const bool shared_a = is_pair && u.pair == kPairN, shared_b = is_pair && u.pair == kPairM, has_columns = u.n0 < p.n;
     const int halves = u.m_valid > 64 ? 2 : 1;
-    const bool loads_a = p.a_list == nullptr && (shared_a || has_columns);
-    const std::uint32_t bytes = static_cast<std::uint32_t>((loads_a ? halves * gemm_limits::kHalfBytes : 0) + (has_columns ? C::kBytesB : 0));
+    // The rest is gathered through a list, by each CTA for itself.
+    const bool loads_a = p.a_list == nullptr && (shared_a || has_columns), loads_b = p.b_list == nullptr && has_columns;
+    const std::uint32_t bytes = static_cast<std::uint32_t>((loads_a ? halves * gemm_limits::kHalfBytes : 0) + (loads_b ? C::kBytesB : 0));
     // The next unit is asked for when the drawing is sure to end before this unit's copies do.
     constexpr int kLead = 8;
     if (u.num_blocks == 0) ptx::mbarrier_arrive(&shared.unit_wanted);
@@ -134,64 +135,10 @@ __device__ void copy_blocks(const GroupedParams& p, GroupedShared<C>& shared, in
       ptx::mbarrier_arrive_expect(bar, bytes);
       const int k = block * gemm_limits::kBlockK;
       if (loads_a) load_a<C>(p, u, to, bar, k, halves, shared_a, rank);
-      if (has_columns) load_b<C>(p, u, to + C::kBytesA, bar, k, shared_b, rank);
+      if (loads_b) load_b<C>(p, u, to + C::kBytesA, bar, k, shared_b, rank);
       stages.advance();
     }
   }
-}
-
-// --- warps 2 and 3, where A is read through a list ---
-template <class C>
-__device__ void gather_rows(const GroupedParams& p, GroupedShared<C>& shared) {
-  constexpr int kPasses = 16, kUnderWay = C::kStages - 1;  // 8 rows a pass; stages whose copies are under way
-  const int thread = static_cast<int>(threadIdx.x) - 64, lane = thread % 32, piece = thread % 8, row0 = thread / 8;
-  const std::uint32_t place = static_cast<std::uint32_t>(row0 * gemm_limits::kBlockBytes + ((piece ^ row0) << 4));
-  Ring<kUnitSlots> units;
-  Ring<C::kStages> stages, arrived;
-  int under_way = 0;
-  const auto hand_over = [&] {
-    ptx::fence_async_proxy();  // the tensor cores read what ordinary copies wrote
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.full[arrived.slot]);
-    arrived.advance();
-    --under_way;
-  };
-  for (;;) {
-    ptx::mbarrier_wait(&shared.unit_full[units.slot], units.parity);
-    const Unit u = shared.units[units.slot];
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.unit_empty[units.slot]);
-    units.advance();
-    if (u.num_blocks < 0) break;
-    int source[kPasses];
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int row = row0 + 8 * i;
-      source[i] = row < u.m_valid && u.n0 < p.n ? __ldg(p.a_list + u.m0 + row) : -1;
-      if (source[i] >= p.a_rows) source[i] = -1;
-    }
-    for (int block = 0; block < u.num_blocks; ++block) {
-      // Before waiting for room: what has arrived must not wait for it.
-      if (under_way == kUnderWay) {
-        ptx::copy_async_wait<kUnderWay - 1>();
-        hand_over();
-      }
-      ptx::mbarrier_wait(&shared.empty[stages.slot], stages.parity ^ 1);
-      const std::uint32_t to = ptx::smem_address(shared.stages[stages.slot]) + place;
-      const int column = block * gemm_limits::kBlockK + 8 * piece;
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const bool is_there = source[i] >= 0 && column < p.k;
-        const std::int64_t at = is_there ? static_cast<std::int64_t>(source[i]) * p.k + column : 0;
-        ptx::copy_async_16(to + i * 8 * gemm_limits::kBlockBytes, static_cast<const std::uint16_t*>(p.a_data) + at, is_there);
-      }
-      ptx::copy_async_commit();
-      stages.advance();
-      ++under_way;
-    }
-  }
-  ptx::copy_async_wait<0>();
-  while (under_way > 0) hand_over();
 }
 
 }  // namespace waybill::cuda

@@ -29,8 +29,8 @@ const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& 
   for (const GemmKernel& kernel : grouped_kernels(form, output)) {
     if (kernel.tile == tile) return kernel;
   }
-  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n, tile.stages,
-          tile.cluster, tile.buffers);
+  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {}, {} buffers and {} CTAs an SM", tile.block_n,
+          tile.stages, tile.cluster, tile.buffers, tile.ctas);
 }
 
 struct LaunchRoom {
@@ -120,7 +120,7 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
   WB_TRY_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   if (major != 9) return fmt::format("needs compute capability 9.0, cuda:{} has {}.x", device, major);
   for (const auto& [name, value] : {std::pair("rows", p.rows), std::pair("m", p.m), std::pair("n", p.n), std::pair("k", p.k), std::pair("groups", p.groups),
-                                    std::pair("a_rows", p.a_rows)}) {
+                                    std::pair("a_rows", p.a_rows), std::pair("b_rows", p.b_rows)}) {
     if (value > kMaxExtent) return fmt::format("{} = {} exceeds {}", name, value, kMaxExtent);
   }
   const std::int64_t contiguous_a = p.form == GemmForm::kTN ? p.m : p.k, contiguous_b = p.form == GemmForm::kNT ? p.k : p.n;
@@ -131,13 +131,18 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) return fmt::format("{} is not aligned to 16 bytes: {}", name, fmt::ptr(pointer));
   }
   if (p.bias != nullptr && reinterpret_cast<std::uintptr_t>(p.bias) % 8 != 0) return fmt::format("bias is not aligned to 8 bytes: {}", fmt::ptr(p.bias));
-  if (p.form == GemmForm::kTN && p.a_list != nullptr) return "contracts no rows through a list";
+  // The gathering warps count in pieces of 16 bytes.
+  const std::int64_t a_pieces = p.a_list != nullptr ? p.a_rows * contiguous_a / 8 : 0, b_pieces = p.b_list != nullptr ? p.b_rows * contiguous_b / 8 : 0;
+  if (std::max(a_pieces, b_pieces) >= std::int64_t{0xffffffff})
+    return fmt::format("reads 64 GiB through a list at most, got {} x 16 bytes", std::max(a_pieces, b_pieces));
+  if (p.b_list != nullptr && (p.form != GemmForm::kTN || p.a_list != nullptr)) return "reads one operand through a list, and b in kTN only";
   if (p.form != GemmForm::kTN && p.k == 0) return "nothing to contract";
   return {};
 }
 
 std::string describe(const GemmTuning& t) {
-  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers, t.band);
+  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers{}, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers,
+                     t.tile.ctas == 1 ? "" : fmt::format(", {} CTAs an SM", t.tile.ctas), t.band);
 }
 
 void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int device, cudaStream_t stream) {
@@ -151,16 +156,17 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
     return make_tensor_map(name, DType::kBF16, data, planes, rows, columns, box_rows);
   };
   GroupedParams params{};
-  params.a = is_tn ? map("a", p.a, 0, p.rows, p.m, kBlockK / 2) : map("a", p.a, 0, p.a_list != nullptr ? p.a_rows : p.rows, p.k, kBlockM / 2);
+  const std::int64_t a_rows = p.a_list != nullptr ? p.a_rows : p.rows;
+  params.a = is_tn ? map("a", p.a, 0, a_rows, p.m, kBlockK / 2) : map("a", p.a, 0, a_rows, p.k, kBlockM / 2);
   params.b = p.form == GemmForm::kNT   ? map("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
              : p.form == GemmForm::kNN ? map("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
-                                       : map("b", p.b, 1, p.rows, p.n, kBlockK / 2);
+                                       : map("b", p.b, 1, p.b_list != nullptr ? p.b_rows : p.rows, p.n, kBlockK / 2);
   params.d = make_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
                              gemm_limits::kBufferRows);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
   params.band = tuning.band, params.a_list = p.a_list, params.a_data = p.a, params.a_rows = static_cast<int>(p.a_rows), params.d_data = p.d,
-  params.bias = p.bias, params.status = p.status;
+  params.b_list = p.b_list, params.b_data = p.b, params.b_rows = static_cast<int>(p.b_rows), params.bias = p.bias, params.status = p.status;
   std::int64_t units = 0;
   std::size_t split_units = 0;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;

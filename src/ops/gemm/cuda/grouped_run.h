@@ -21,8 +21,12 @@ struct GroupedProblem {
   const std::int32_t* offsets;
   void* d;
   const float* bias = nullptr;
-  const std::int32_t* a_list = nullptr;  // [rows]: kNT, kNN: where row s of a is; outside [0, a_rows): a zero row, without bias
+  // [rows]: where row s of a is. Outside [0, a_rows): kNT, kNN: a zero row, without bias; kTN: a row that adds nothing. kTN: b_list likewise, one
+  // of them at most.
+  const std::int32_t* a_list = nullptr;
   std::int64_t a_rows = 0;
+  const std::int32_t* b_list = nullptr;
+  std::int64_t b_rows = 0;
   StatusWord* status = nullptr;
 };
 

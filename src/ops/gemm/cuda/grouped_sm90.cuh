@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped matmul for sm_90a, bf16 operands, fp32 accumulators; the forms are in grouped_params.h.
 //
-// Grid: one cluster of 1 or 2 CTAs an SM (pair), persistent; 384 threads a CTA. Units of work come from a ticket in device memory, so
+// Grid: persistent clusters of 1 or 2 CTAs, 1 or 2 CTAs an SM; 384 threads a CTA. Units of work come from a ticket in device memory, so
 // clusters that drew short units take more of them; which cluster computes a unit does not change its result.
 //   warp 0       one thread starts the tensor copies of a k block (64 wide) into a ring of shared-memory stages; what both CTAs need is
 //                loaded half by each and multicast
 //   warp 1       draws units and describes them to both roles through a ring
-//   warps 2, 3   where rows of A are read through a list: gather them by 16-byte copies, swizzled as the copy engine would
+//   warps 2, 3   where rows are read through a list: gather them by 16-byte copies, swizzled as the copy engine would
 //   warps 4-11   two warpgroups, 64 rows x kBlockN of the tile each; one wgmma group stays in flight while the next stage is awaited. A
 //                warpgroup without valid rows only hands its stages on.
 // Bytes: every tile reads (128 + kBlockN) x k elements, mostly from the L2 (a pair shares one operand), and writes D once.
@@ -15,6 +15,7 @@
 
 #include "core/cuda/wgmma.cuh"
 #include "ops/gemm/cuda/grouped_epilogue.cuh"
+#include "ops/gemm/cuda/grouped_gather.cuh"
 #include "ops/gemm/cuda/grouped_producer.cuh"
 
 namespace waybill::cuda {
@@ -35,18 +36,20 @@ __device__ __forceinline__ void multiply_step(float (&acc)[C::kBlockN / 2], std:
   ptx::WgmmaBf16<C::kBlockN>::template mma<C::kMajorA ? 0 : 1, C::kMajorB ? 0 : 1>(acc, a + step * kStepA, b + step * kStepB, keep);
 }
 
-// Rows from `tail` on become zero, in this warpgroup's part of A and in all of B (both warpgroups write the same zeros there).
+// Rows that are no part of the contraction become zero, in this warpgroup's part of A and in all of B (both warpgroups write the same zeros
+// there): those from `tail` on, or where rows are read through a list those that gather_unit_contraction() calls dead.
 template <class C>
-__device__ __forceinline__ void clear_tail(std::uint8_t* a, std::uint8_t* b, int tail, int thread, int barrier) {
-  const int rows = gemm_limits::kBlockK - tail;
+__device__ __forceinline__ void clear_rows(GroupedShared<C>& shared, int slot, int tail, bool is_listed, int warpgroup) {
+  const int thread = ptx::thread_index() % 128;
 #pragma unroll 1
-  for (int i = thread; i < rows * (1 + C::kBlockN / 64) * 8; i += 128) {
-    const int chunk = i / (rows * 8), rest = i % (rows * 8);
-    std::uint8_t* at = chunk == 0 ? a : b + (chunk - 1) * gemm_limits::kHalfBytes;
-    *reinterpret_cast<uint4*>(at + (tail + rest / 8) * gemm_limits::kBlockBytes + rest % 8 * 16) = make_uint4(0, 0, 0, 0);
+  for (int i = thread; i < gemm_limits::kBlockK * (1 + C::kBlockN / 64) * 8; i += 128) {
+    const int row = i / 8 % gemm_limits::kBlockK, chunk = i / (8 * gemm_limits::kBlockK);
+    if (is_listed ? (shared.dead_rows[slot][row >> 2 & 1] >> (row / 8 * 4 + row % 4) & 1) == 0 : row < tail) continue;
+    std::uint8_t* stage = shared.stages[slot] + (chunk == 0 ? warpgroup * gemm_limits::kHalfBytes : C::kBytesA + (chunk - 1) * gemm_limits::kHalfBytes);
+    *reinterpret_cast<uint4*>(stage + row * gemm_limits::kBlockBytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_async_proxy();
-  ptx::named_barrier(barrier, 128);
+  ptx::named_barrier(1 + warpgroup, 128);
 }
 
 // A tile cut into slices: neighbours meet in pairs, pairs of pairs after that, and so on; who comes second at a meeting adds what the first
@@ -57,9 +60,9 @@ __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const 
   constexpr std::int64_t kFloats = 64 * C::kBlockN;
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   const auto place = [&](int slice) { return (static_cast<std::int64_t>(u.first_slot + slice * u.slot_stride) * C::kCluster + rank) * 2 + warpgroup; };
-  int slice = u.slice;  // the first one that acc holds
 #pragma unroll 1
   for (int bit = 1; bit < u.num_slices; bit *= 2) {
+    const int slice = u.slice & -bit;  // the first one that acc holds
     const int right = slice | bit;
     if (right >= u.num_slices) continue;  // nobody to meet at this level
     std::uint32_t* arrivals = p.arrivals + place(right);
@@ -82,7 +85,6 @@ __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const 
       if (!arrive(false)) return false;
     }
     add_partial<C::kBlockN>(acc, p.partials + place(slice ^ bit) * kFloats, thread);
-    slice &= ~bit;
   }
   return true;
 }
@@ -98,14 +100,19 @@ struct MathThread {
 template <class C>
 __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedShared<C>& shared, const Unit& u, Ring<C::kStages>& stages, const MathThread& t) {
   const int num_blocks = uniform(u.num_blocks), k_tail = uniform(u.k_tail);
-  const int valid = min(uniform(u.m_valid) - 64 * t.warpgroup, 64), columns = p.n - uniform(u.n0);
+  const auto columns = [&] { return p.n - u.n0; };
   const auto hand_on = [&](int slot) {
-    if (t.peer_empty != 0) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
+    if constexpr (C::kForm == GemmForm::kTN) {  // found again: held, it would be spilled
+      const auto lane = static_cast<std::uint32_t>(ptx::thread_index() % 32);
+      if (lane < C::kCluster) ptx::mbarrier_arrive_remote(ptx::map_shared(&shared.empty[slot], lane));
+    } else {
+      if (t.peer_empty != 0) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
+    }
   };
   const auto first_element = [&](int row) {
     return ((C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m : 0) + u.m0 + row) * static_cast<std::int64_t>(p.n) + u.n0;
   };
-  if (valid <= 0 || columns <= 0) {
+  if (uniform(u.m_valid) <= 64 * t.warpgroup || uniform(columns()) <= 0) {
     for (int block = 0; block < num_blocks; ++block) {
       ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
       __syncwarp();
@@ -116,7 +123,8 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
   }
   if (C::kForm == GemmForm::kTN && num_blocks == 0) {
     if (C::kOutput != GemmOutput::kAddF32) {
-      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, ptx::thread_index() % 128, valid, columns);
+      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, ptx::thread_index() % 128, min(u.m_valid - 64 * t.warpgroup, 64),
+                                          columns());
     }
     return;
   }
@@ -125,9 +133,14 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
 #pragma unroll 1
   for (int block = 0; block < num_blocks; ++block) {
     ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
-    if (C::kForm == GemmForm::kTN && block == num_blocks - 1 && k_tail < gemm_limits::kBlockK) {
-      std::uint8_t* stage = shared.stages[stages.slot];
-      clear_tail<C>(stage + t.warpgroup * gemm_limits::kHalfBytes, stage + C::kBytesA, k_tail, ptx::thread_index() % 128, 1 + t.warpgroup);
+    const bool is_listed = p.a_list != nullptr || (C::kForm == GemmForm::kTN && p.b_list != nullptr);
+    if (is_listed) ptx::fence_async_proxy();  // the tensor cores read what ordinary copies wrote
+    if constexpr (C::kForm == GemmForm::kTN) {
+      // A block without padding rows may have a tail, which the gathering warps call dead.
+      if (is_listed ? uniform(static_cast<int>(shared.dead_rows[stages.slot][0] | shared.dead_rows[stages.slot][1])) != 0
+                    : block == num_blocks - 1 && k_tail < gemm_limits::kBlockK) {
+        clear_rows<C>(shared, stages.slot, k_tail, is_listed, t.warpgroup);
+      }
     }
     const std::uint32_t stage = t.stages_address + static_cast<std::uint32_t>(stages.slot * (C::kBytesA + C::kBytesB));
     const std::uint64_t a = tile_descriptor<C::kMajorA>(stage + static_cast<std::uint32_t>(t.warpgroup * gemm_limits::kHalfBytes));
@@ -154,9 +167,9 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
       return p.a_list == nullptr || (row < u.m_valid && static_cast<unsigned>(__ldg(p.a_list + u.m0 + row)) < static_cast<unsigned>(p.a_rows));
     };
     const int row = warp_row + lane / 4;
-    add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns, lane % 4, takes_bias(row), takes_bias(row + 8));
+    add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns(), lane % 4, takes_bias(row), takes_bias(row + 8));
   }
-  const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns, lane, first_element(warp_row)};
+  const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns(), lane, first_element(warp_row)};
   store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
 }
 
@@ -178,21 +191,22 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
     if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(&shared.unit_empty[num_units % kUnitSlots]);
     ++num_units;
   }
-  if (C::kBuffers > 1 && ptx::thread_index() % 32 == 0) ptx::bulk_wait_read<0>();  // shared memory stays until it is read
+  if (ptx::thread_index() % 32 == 0) ptx::bulk_wait_read<0>();  // shared memory stays until it is read
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid_constant__ GroupedParams p) {
+__global__ void __launch_bounds__(C::kThreads, C::kCtas) grouped_gemm_sm90(const __grid_constant__ GroupedParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   GroupedShared<C>& shared = *reinterpret_cast<GroupedShared<C>*>(shared_bytes);
-  static_assert(sizeof(GroupedShared<C>) <= gemm_limits::shared_bytes({C::kBlockN, C::kStages, C::kCluster, C::kBuffers}));
+  static_assert(sizeof(GroupedShared<C>) <= gemm_limits::shared_bytes({C::kBlockN, C::kStages, C::kCluster, C::kBuffers, C::kCtas}));
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b), ptx::prefetch_tensor_map(&p.d);
-    const std::uint32_t gathering = C::kMajorA && p.a_list != nullptr ? 2 : 0;  // warps
-    for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(&shared.full[i], 1 + gathering), ptx::mbarrier_init(&shared.empty[i], C::kCluster * C::kMathWarps);
-    for (int i = 0; i < kUnitSlots; ++i) ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + gathering + C::kMathWarps);
+    const bool gathers = p.a_list != nullptr || p.b_list != nullptr;
+    const std::uint32_t warps = gathers ? 2 : 0, arrivals = gathers ? kGatherThreads + (C::kForm == GemmForm::kTN ? 2 : 0) : 0;
+    for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(&shared.full[i], 1 + arrivals), ptx::mbarrier_init(&shared.empty[i], C::kCluster * C::kMathWarps);
+    for (int i = 0; i < kUnitSlots; ++i) ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + warps + C::kMathWarps);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     ptx::mbarrier_init(&shared.unit_wanted, 1);
     ptx::mbarrier_init_fence();
@@ -203,14 +217,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   if (uniform(static_cast<int>(threadIdx.x) / 128) == 0) {
-    ptx::register_limit_lower<56>();
+    ptx::register_limit_lower<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_blocks<C>(p, shared, rank);
     if (threadIdx.x / 32 == 1) draw_units<C>(p, shared, rank);
-    if constexpr (C::kMajorA) {
-      if (threadIdx.x >= 64 && p.a_list != nullptr) gather_rows<C>(p, shared);
-    }
+    if (threadIdx.x >= 64 && (p.a_list != nullptr || p.b_list != nullptr)) gather_rows<C>(p, shared);
   } else {
-    ptx::register_limit_raise<224>();
+    ptx::register_limit_raise<C::kMathRegisters>();
     multiply_blocks<C>(p, shared);
   }
   // A CTA stays until its peer no longer writes to it.
