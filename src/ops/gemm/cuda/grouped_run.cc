@@ -5,15 +5,12 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <utility>
 
 #include "core/cuda/cuda_error.h"
-#include "core/cuda/device_buffer.h"
 #include "core/cuda/tensor_map.h"
 #include "ops/gemm/cuda/grouped_kernels.h"
+#include "ops/gemm/cuda/grouped_launch.h"
 
 namespace waybill::cuda {
 namespace {
@@ -33,72 +30,9 @@ const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& 
           tile.stages, tile.cluster, tile.buffers, tile.ctas);
 }
 
-struct LaunchRoom {
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config = {};
-};
-
-void fill_config(LaunchRoom& room, const GemmTile& tile, int num_clusters, bool overlap, cudaStream_t stream) {
-  room.attributes[0].id = cudaLaunchAttributeClusterDimension;
-  room.attributes[0].val.clusterDim = {static_cast<unsigned>(tile.cluster), 1, 1};
-  room.attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  room.attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  room.config.gridDim = dim3(static_cast<unsigned>(num_clusters * tile.cluster));
-  room.config.blockDim = dim3(384);
-  room.config.dynamicSmemBytes = static_cast<std::size_t>(gemm_limits::shared_bytes(tile));
-  room.config.stream = stream;
-  room.config.attrs = room.attributes;
-  room.config.numAttrs = overlap ? 2 : 1;
-}
-
-// Clusters that are resident at once; prepares the kernel on the device the first time.
-int resident_clusters(const GemmKernel& kernel, int device) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, void (*)(const GroupedParams)>, int> known;
-  const std::lock_guard lock(mutex);
-  const auto found = known.find({device, kernel.kernel});
-  if (found != known.end()) return found->second;
-  const auto* function = reinterpret_cast<const void*>(kernel.kernel);
-  WB_TRY_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm_limits::shared_bytes(kernel.tile)));
-  LaunchRoom room;
-  fill_config(room, kernel.tile, 1, false, nullptr);
-  int clusters = 0;
-  WB_TRY_CUDA(cudaOccupancyMaxActiveClusters(&clusters, function, &room.config));
-  if (clusters < 1) {
-    WB_FAIL(ErrorCode::kUnsupported, "cuda:{} cannot hold a grouped matmul tile of 128 x {} with {} stages in clusters of {} ({} bytes of shared memory)",
-            device, kernel.tile.block_n, kernel.tile.stages, kernel.tile.cluster, gemm_limits::shared_bytes(kernel.tile));
-  }
-  known[{device, kernel.kernel}] = clusters;
-  return clusters;
-}
-
-// Scratch of one (device, stream): calls on a stream run in order and share it. Counters are zero between launches.
-struct Scratch {
-  DeviceBuffer ticket, arrivals, partials;
-};
-
-void grow_zeroed(DeviceBuffer& buffer, std::size_t bytes, bool zero, int device, cudaStream_t stream) {
-  if (buffer.bytes() >= bytes) return;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
-  WB_CHECK(status == cudaStreamCaptureStatusNone,
-           "the grouped matmul's scratch of {} bytes is allocated by its first call on a stream: call it once before capturing", bytes);
-  WB_TRY_CUDA(cudaStreamSynchronize(stream));  // earlier calls use the old memory
-  buffer = DeviceBuffer(bytes, device);
-  if (zero) buffer.fill(0, stream);
-}
-
-Scratch& scratch_of(int device, cudaStream_t stream, std::size_t split_units, const GemmTile& tile) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Scratch>> all;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<Scratch>& found = all[{device, stream}];
-  if (found == nullptr) found = std::make_unique<Scratch>();
-  grow_zeroed(found->ticket, sizeof(std::uint32_t), true, device, stream);
-  const std::size_t tiles = split_units * static_cast<std::size_t>(tile.cluster);
-  grow_zeroed(found->arrivals, tiles * 2 * sizeof(std::uint32_t), true, device, stream);
-  grow_zeroed(found->partials, tiles * static_cast<std::size_t>(kBlockM * tile.block_n) * sizeof(float), false, device, stream);
-  return *found;
+GroupedLaunch launch_of(const GemmKernel& kernel) {
+  return {reinterpret_cast<const void*>(kernel.kernel), kernel.tile.cluster, static_cast<std::size_t>(gemm_limits::shared_bytes(kernel.tile)),
+          kernel.tile.block_n};
 }
 
 std::int64_t units_of_tiles(std::int64_t m_tiles, std::int64_t n_tiles, int cluster) {
@@ -150,7 +84,8 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   const bool is_tn = p.form == GemmForm::kTN;
   if (p.groups == 0 || p.n == 0 || (is_tn ? p.m == 0 : p.rows == 0)) return;
   const GemmKernel& kernel = find_kernel(p.form, p.output, tuning.tile);
-  const int clusters = resident_clusters(kernel, device);
+  const GroupedLaunch launch = launch_of(kernel);
+  const int clusters = resident_clusters(launch, device);
   const std::int64_t n_tiles = div_up(p.n, tuning.tile.block_n);
   const auto map = [](const char* name, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows) {
     return make_tensor_map(name, DType::kBF16, data, planes, rows, columns, box_rows);
@@ -183,12 +118,10 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   } else {
     units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
   }
-  const Scratch& scratch = scratch_of(device, stream, split_units, tuning.tile);
+  const GroupedScratch& scratch =
+      grouped_scratch(device, stream, split_units * static_cast<std::size_t>(tuning.tile.cluster), static_cast<std::size_t>(kBlockM * tuning.tile.block_n));
   params.ticket = scratch.ticket.as<std::uint32_t>(), params.arrivals = scratch.arrivals.as<std::uint32_t>(), params.partials = scratch.partials.as<float>();
-  LaunchRoom room;
-  fill_config(room, tuning.tile, static_cast<int>(units), tuning.overlap, stream);
-  void* arguments[] = {&params};
-  WB_TRY_CUDA(cudaLaunchKernelExC(&room.config, reinterpret_cast<const void*>(kernel.kernel), arguments));
+  launch_grouped(launch, static_cast<int>(units), tuning.overlap, stream, &params);
 }
 
 GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/cuda/grouped_launch.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "core/cuda/cuda_error.h"
+
+namespace waybill::cuda {
+namespace {
+
+struct LaunchRoom {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+};
+
+void fill_config(LaunchRoom& room, const GroupedLaunch& launch, int num_clusters, bool overlap, cudaStream_t stream) {
+  room.attributes[0].id = cudaLaunchAttributeClusterDimension;
+  room.attributes[0].val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  room.attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  room.attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  room.config.gridDim = dim3(static_cast<unsigned>(num_clusters * launch.cluster));
+  room.config.blockDim = dim3(384);
+  room.config.dynamicSmemBytes = launch.shared_bytes;
+  room.config.stream = stream;
+  room.config.attrs = room.attributes;
+  room.config.numAttrs = overlap ? 2 : 1;
+}
+
+void grow(DeviceBuffer& buffer, std::size_t bytes, bool zero, int device, cudaStream_t stream) {
+  if (buffer.bytes() >= bytes) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
+  WB_CHECK(status == cudaStreamCaptureStatusNone,
+           "the grouped matmul's scratch of {} bytes is allocated by its first call on a stream: call it once before capturing", bytes);
+  WB_TRY_CUDA(cudaStreamSynchronize(stream));  // earlier calls use the old memory
+  buffer = DeviceBuffer(bytes, device);
+  if (zero) buffer.fill(0, stream);
+}
+
+}  // namespace
+
+int resident_clusters(const GroupedLaunch& launch, int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, int> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find({device, launch.kernel});
+  if (found != known.end()) return found->second;
+  WB_TRY_CUDA(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.shared_bytes)));
+  LaunchRoom room;
+  fill_config(room, launch, 1, false, nullptr);
+  int clusters = 0;
+  WB_TRY_CUDA(cudaOccupancyMaxActiveClusters(&clusters, launch.kernel, &room.config));
+  if (clusters < 1) {
+    WB_FAIL(ErrorCode::kUnsupported, "cuda:{} cannot hold a grouped matmul tile of 128 x {} in clusters of {} ({} bytes of shared memory)", device,
+            launch.block_n, launch.cluster, launch.shared_bytes);
+  }
+  known[{device, launch.kernel}] = clusters;
+  return clusters;
+}
+
+void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap, cudaStream_t stream, void* params) {
+  LaunchRoom room;
+  fill_config(room, launch, num_clusters, overlap, stream);
+  void* arguments[] = {params};
+  WB_TRY_CUDA(cudaLaunchKernelExC(&room.config, launch.kernel, arguments));
+}
+
+GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<GroupedScratch>> all;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<GroupedScratch>& found = all[{device, stream}];
+  if (found == nullptr) found = std::make_unique<GroupedScratch>();
+  grow(found->ticket, sizeof(std::uint32_t), true, device, stream);
+  grow(found->arrivals, tiles * 2 * sizeof(std::uint32_t), true, device, stream);
+  grow(found->partials, tiles * tile_floats * sizeof(float), false, device, stream);
+  return *found;
+}
+
+}  // namespace waybill::cuda

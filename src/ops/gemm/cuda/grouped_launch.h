@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of persistent clusters of 384-thread CTAs, and the scratch that they share on a stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "core/cuda/device_buffer.h"
+
+namespace waybill::cuda {
+
+struct GroupedLaunch {
+  const void* kernel;  // of one parameter
+  int cluster;         // CTAs
+  std::size_t shared_bytes;
+  int block_n;  // for messages
+};
+
+// Clusters that are resident at once; prepares the kernel on the device the first time.
+int resident_clusters(const GroupedLaunch& launch, int device);
+
+// overlap: may start while its predecessor on the stream ends (programmatic dependent launch).
+void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap, cudaStream_t stream, void* params);
+
+// Scratch of one (device, stream): calls on a stream run in order and share it. Counters are zero between launches.
+struct GroupedScratch {
+  DeviceBuffer ticket, arrivals, partials;
+};
+// Room for `tiles` partial tiles of tile_floats. Grows outside of captures only: kInvalidArgument naming the bytes inside of one.
+GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats);
+
+}  // namespace waybill::cuda

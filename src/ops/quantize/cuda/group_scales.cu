@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// NVFP4's scale of a group, 448 * 6 / (its largest magnitude): one pass over x, 2 or 4 bytes an element read. Grid: persistent, 256 threads;
+// a CTA takes 32 rows at a time and adds its maximum to the group's by an atomic maximum of bits, whose order does not matter. A second
+// launch turns magnitudes into scales. A NaN counts for nothing here: it spoils its block only.
+#include "ops/quantize/cuda/codec.cuh"
+#include "ops/quantize/cuda/group_table.cuh"
+#include "ops/quantize/cuda/wide_rows.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int kThreads = 256, kRows = 32, kGrid = 132 * 8;
+
+__device__ __forceinline__ std::uint32_t number(std::uint32_t bits) {
+  const std::uint32_t magnitude = bits & kMagnitudeBits;
+  return magnitude > kInfinityBits ? 0 : magnitude;
+}
+__device__ __forceinline__ std::uint32_t number_pair(std::uint32_t pair) { return max(number(pair << 16), number(pair & 0xffff0000u)); }
+
+// Rows [begin, end); is_wide: pieces of 16 bytes.
+__device__ std::uint32_t largest(const WideRows& x, int begin, int end, bool is_wide) {
+  std::uint32_t amax = 0;
+  const int per = x.is_bf16 ? 8 : 4, pieces = is_wide ? x.columns / per : x.columns, count = (end - begin) * pieces;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    const int row = begin + i / pieces, piece = i % pieces;
+    if (!is_wide) {
+      amax = max(amax, number(__float_as_uint(load_value(x, row, piece))));
+      continue;
+    }
+    const std::int64_t at = (row * x.stride + static_cast<std::int64_t>(piece) * per) * (x.is_bf16 ? 2 : 4);
+    const uint4 v = ptx::ld_stream_v4(static_cast<const std::uint8_t*>(x.data) + at);
+    amax = x.is_bf16 ? max(max(amax, number_pair(v.x)), max(number_pair(v.y), max(number_pair(v.z), number_pair(v.w))))
+                     : max(max(amax, number(v.x)), max(number(v.y), max(number(v.z), number(v.w))));
+  }
+  return amax;
+}
+
+__global__ void __launch_bounds__(kThreads) group_scales_amax(const WideRows x, std::uint32_t* amax_bits, bool is_wide) {
+  extern __shared__ int memory[];
+  GroupTable table;
+  table.build<0>(x, memory);
+  for (int begin = static_cast<int>(blockIdx.x) * kRows; begin < table.rows(); begin += static_cast<int>(gridDim.x) * kRows) {
+    const int end = min(begin + kRows, table.rows());
+    for (int row = begin; row < end;) {
+      const int g = table.group_of_row(row), stop = max(min(end, table.end_row(g)), row + 1);
+      const std::uint32_t amax = ptx::redux_max(largest(x, row, stop, is_wide));
+      if (threadIdx.x % 32 == 0) atomicMax(amax_bits + g, amax);
+      row = stop;
+    }
+  }
+}
+
+__global__ void group_scales_finish(float* scales, int groups) {
+  const int g = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (g >= groups) return;
+  const float amax = scales[g], finite = __uint_as_float(min(__float_as_uint(amax), kLargestFloatBits));
+  scales[g] = amax == 0 ? 1.0f : fminf(__fdiv_rn(448.0f * 6.0f, finite), __uint_as_float(kLargestFloatBits));
+}
+
+}  // namespace
+
+void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t stream) {
+  if (x.groups == 0) return;
+  if (x.rows > 0 && x.columns > 0) {
+    const std::int64_t per = x.is_bf16 ? 8 : 4;
+    const bool is_wide = x.columns % per == 0 && x.stride % per == 0 && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0;
+    group_scales_amax<<<kGrid, kThreads, static_cast<unsigned>(GroupTable::bytes(x.groups, 0)), stream>>>(x, reinterpret_cast<std::uint32_t*>(group_scales),
+                                                                                                          is_wide);
+  }
+  group_scales_finish<<<static_cast<unsigned>((x.groups + 255) / 256), 256, 0, stream>>>(group_scales, x.groups);
+}
+
+}  // namespace waybill::cuda

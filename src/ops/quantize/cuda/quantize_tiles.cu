@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 128 rows of a group x 128 columns, read once: column blocks (128 x 1 or 32 x 1), row blocks of the same length beside them, or one
+// scale a tile (128 x 128); codes as x lies, or turned: [block of 128 rows][column][row], which is what a product over rows reads.
+//
+// Grid: persistent, 256 threads. Thread (ty, tx) = (t / 16, t % 16) holds rows 8 ty .. + 7 x columns 8 tx .. + 7 in registers. Row maxima meet
+// by shuffles among the 16 lanes of a row, column maxima in shared memory. Turned codes pass through shared memory, 16 KiB adjacent in both.
+// Bytes: x once, every kind of codes once.
+#include <algorithm>
+
+#include "ops/quantize/cuda/group_table.cuh"
+#include "ops/quantize/cuda/wide_piece.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int kThreads = 256, kTile = 128, kWarps = kThreads / 32;
+
+// What registers allow.
+template <int kBlock, bool kIsBf16>
+constexpr int kCtasPerSm = (kBlock == 128 ? 2 : 1) + (kIsBf16 ? 1 : 0);
+
+template <int kBlock>
+struct TileShared {
+  std::uint8_t turned[kTile * kTile];
+  std::uint32_t part[kWarps][kTile];     // largest magnitudes of a warp's 16 rows
+  float inverse[kTile / kBlock][kTile];  // or divisors
+};
+
+// One 128 x 128 tile and this thread's place in it.
+struct Place {
+  int group, row0, valid, column0, tx, ty;
+  std::int64_t block;  // of 128 rows, counted over all groups
+  __device__ int row(int i) const { return row0 + 8 * ty + i; }
+  __device__ bool has_row(int i) const { return 8 * ty + i < valid; }
+  __device__ int column() const { return column0 + 8 * tx; }
+};
+
+__device__ __forceinline__ void store_scale(const CodedRows& out, std::int64_t row, int column, const BlockScale& scale) {
+  if (row >= out.scale_rows) return;
+  const std::int64_t at = row * out.scale_stride + column;
+  if (out.scale == ScaleFormat::kE8M0) {
+    static_cast<std::uint8_t*>(out.scales)[at] = static_cast<std::uint8_t>(scale.stored);
+  } else {
+    static_cast<float*>(out.scales)[at] = __uint_as_float(scale.stored);
+  }
+}
+
+template <bool kDivides>
+__device__ __forceinline__ float scaled(float value, float by) {
+  return kDivides ? __fdiv_rn(value, by) : __fmul_rn(value, by);
+}
+template <bool kDivides>
+__device__ __forceinline__ float scale_to_apply(const BlockScale& scale) {
+  return kDivides ? scale.divisor : scale.factor;
+}
+
+// Halves the values by swapping with the lane at distance `mask`: a lane keeps the half that its bit names.
+template <int kCount>
+__device__ __forceinline__ void meet(std::uint32_t (&m)[8], int lane, int mask) {
+  const bool upper = (lane & mask) != 0;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const std::uint32_t keep = upper ? m[i + kCount / 2] : m[i], give = upper ? m[i] : m[i + kCount / 2];
+    m[i] = max(keep, __shfl_xor_sync(ptx::kFullWarp, give, mask));
+  }
+}
+
+// Scales of row blocks, stored; returns what to apply to this thread's 8 rows.
+template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
+__device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, int columns, const Place& at, float (&apply)[8]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t m[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) m[i] = pieces[i].largest();
+  constexpr int kOwned = kBlock == 128 ? 1 : 2;
+  int first;  // row of the thread's 8 whose maximum ends up here
+  if constexpr (kBlock == 128) {
+    meet<8>(m, lane, 8), meet<4>(m, lane, 4), meet<2>(m, lane, 2);
+    m[0] = max(m[0], __shfl_xor_sync(ptx::kFullWarp, m[0], 1));
+    first = lane % 16 / 2;
+  } else {
+    meet<8>(m, lane, 2), meet<4>(m, lane, 1);
+    first = lane % 4 * 2;
+  }
+  float own[kOwned];
+#pragma unroll
+  for (int i = 0; i < kOwned; ++i) {
+    const BlockScale scale = block_scale<kFormat>(m[i], out.scale, out.rule, 1.0f);
+    own[i] = scale_to_apply<kDivides>(scale);
+    // The last tile may hold fewer columns than its blocks (32) would.
+    if ((kBlock == 32 || lane % 2 == 0) && at.has_row(first + i) && at.column() / kBlock * kBlock < columns) {
+      store_scale(out, at.row(first + i), at.column() / kBlock, scale);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    apply[i] = kBlock == 128 ? __shfl_sync(ptx::kFullWarp, own[0], (lane & 16) + 2 * i) : __shfl_sync(ptx::kFullWarp, own[i % kOwned], (lane & 28) + i / 2);
+  }
+}
+
+// Scales of column blocks, stored, and in shared memory.
+template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
+__device__ __forceinline__ void scale_columns(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const GroupTable& table,
+                                              const Place& at, TileShared<kBlock>& shared) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  ColumnMaximum<kIsBf16> largest;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) largest.add(pieces[i]);
+  largest.join_lane(16);
+  if (lane < 16) {
+    auto* to = reinterpret_cast<uint4*>(&shared.part[warp][8 * at.tx]);
+    to[0] = make_uint4(largest.column(0), largest.column(1), largest.column(2), largest.column(3));
+    to[1] = make_uint4(largest.column(4), largest.column(5), largest.column(6), largest.column(7));
+  }
+  __syncthreads();
+  constexpr int kWarpsOfBlock = kBlock / 16;
+  for (int e = thread; e < kTile * kTile / kBlock; e += kThreads) {
+    const int block = e / kTile, column = e % kTile;
+    std::uint32_t amax = 0;
+#pragma unroll
+    for (int w = 0; w < kWarpsOfBlock; ++w) amax = max(amax, shared.part[block * kWarpsOfBlock + w][column]);
+    const BlockScale scale = block_scale<kFormat>(amax, out.scale, out.rule, 1.0f);
+    shared.inverse[block][column] = scale_to_apply<kDivides>(scale);
+    if (block * kBlock >= at.valid || at.column0 + column >= x.columns) continue;
+    const std::int64_t row = kBlock == 128 ? at.block : table.first_block<1>(at.group) + (at.row0 - table.first_row(at.group)) / kBlock + block;
+    store_scale(out, row, at.column0 + column, scale);
+  }
+  __syncthreads();
+}
+
+// One scale for the tile; returns what to apply.
+template <ElementFormat kFormat, bool kDivides, bool kIsBf16>
+__device__ __forceinline__ float scale_tile(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const Place& at, TileShared<128>& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  std::uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) amax = max(amax, pieces[i].largest());
+  amax = ptx::redux_max(amax);
+  if (thread % 32 == 0) shared.part[0][thread / 32] = amax;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) amax = max(amax, shared.part[0][w]);
+  const BlockScale scale = block_scale<kFormat>(amax, out.scale, out.rule, 1.0f);
+  if (thread == 0) store_scale(out, at.block, at.column0 / kTile, scale);
+  return scale_to_apply<kDivides>(scale);
+}
+
+// Codes of rows as x lies.
+template <ElementFormat kFormat, bool kDivides, bool kIsBf16, class Scale>
+__device__ __forceinline__ void store_codes(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const Place& at,
+                                            const Scale& scale_of) {
+  if (at.column() >= x.columns) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (!at.has_row(i)) break;
+    *reinterpret_cast<uint2*>(out.codes + at.row(i) * out.code_stride + at.column()) =
+        encode_eight<kFormat>([&](int j) { return scaled<kDivides>(pieces[i].value(j), scale_of(i, j)); });
+  }
+}
+
+// Where the 8 codes of rows 8 ty .. of a column lie in shared memory: 16-byte pieces and their halves change places, against bank conflicts.
+__device__ __forceinline__ int turned_place(int column, int ty) {
+  return column * kTile + (((ty >> 1) ^ (column >> 3 & 7)) << 4) + (((ty & 1) ^ (column >> 6)) << 3);
+}
+
+template <ElementFormat kFormat, bool kDivides, bool kIsBf16, class Scale>
+__device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const Place& at, std::uint8_t* stage,
+                                             const Scale& scale_of) {
+  const int missing = min(max(8 * at.ty + 8 - at.valid, 0), 8);  // rows past the group's end are zeros, also where the block is NaN
+  const std::uint64_t mask = missing == 8 ? 0 : ~std::uint64_t{0} >> (8 * missing);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float by = scale_of(j);
+    uint2 codes = encode_eight<kFormat>([&](int i) { return scaled<kDivides>(pieces[i].value(j), by); });
+    codes.x &= static_cast<std::uint32_t>(mask), codes.y &= static_cast<std::uint32_t>(mask >> 32);
+    *reinterpret_cast<uint2*>(stage + turned_place(8 * at.tx + j, at.ty)) = codes;
+  }
+  __syncthreads();
+  if (at.block >= out.turned_blocks) return;
+  std::uint8_t* to = out.turned + (at.block * x.columns + at.column0) * kTile;
+  const int bytes = min(kTile, x.columns - at.column0) * kTile;
+#pragma unroll
+  for (int i = 0; i < kTile * kTile / (16 * kThreads); ++i) {
+    const int piece = static_cast<int>(threadIdx.x) + i * kThreads, column = piece / 8, q = piece % 8;
+    uint4 v = *reinterpret_cast<const uint4*>(stage + column * kTile + ((q ^ (column >> 3 & 7)) << 4));
+    if (column >= 64) v = make_uint4(v.z, v.w, v.x, v.y);
+    if (16 * piece < bytes) *reinterpret_cast<uint4*>(to + 16 * piece) = v;
+  }
+}
+
+template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile, bool kIsBf16>
+__global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16>) quantize_tiles(const WideRows x, const CodedRows rows, const CodedRows columns) {
+  extern __shared__ int memory[];
+  __shared__ TileShared<kBlock> shared;
+  GroupTable table;
+  table.build<128, kBlock == 128 ? 0 : kBlock>(x, memory);
+  const int column_tiles = (x.columns + kTile - 1) / kTile;
+  const std::int64_t num_units = static_cast<std::int64_t>(table.num_blocks()) * column_tiles;
+  if (x.status != nullptr && threadIdx.x == 0 && blockIdx.x == 0 && (kBlock == 128 ? table.num_blocks() : table.num_blocks<1>()) > columns.scale_rows) {
+    atomicOr(&x.status->flags, static_cast<unsigned>(kStatusBadOffsets));
+  }
+  for (std::int64_t unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+    Place at;
+    at.block = unit / column_tiles;
+    at.column0 = static_cast<int>(unit - at.block * column_tiles) * kTile;
+    at.group = table.group_of_block(static_cast<int>(at.block));
+    at.row0 = table.first_row(at.group) + (static_cast<int>(at.block) - table.first_block(at.group)) * kTile;
+    at.valid = min(kTile, table.end_row(at.group) - at.row0);
+    at.tx = static_cast<int>(threadIdx.x) % 16, at.ty = static_cast<int>(threadIdx.x) / 16;
+    Piece<kIsBf16> pieces[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pieces[i].load(x.data, at.row(i) * x.stride + at.column(), at.has_row(i) && at.column() < x.columns);
+    if constexpr (kIsTile) {
+      const float apply = scale_tile<kFormat, kDivides>(pieces, columns, at, shared);
+      if (columns.codes != nullptr) store_codes<kFormat, kDivides>(pieces, columns, x, at, [&](int, int) { return apply; });
+      if (columns.turned != nullptr) store_turned<kFormat, kDivides>(pieces, columns, x, at, shared.turned, [&](int) { return apply; });
+      __syncthreads();
+    } else {
+      if (rows.codes != nullptr) {
+        float apply[8];
+        scale_rows<kFormat, kDivides, kBlock>(pieces, rows, x.columns, at, apply);
+        store_codes<kFormat, kDivides>(pieces, rows, x, at, [&](int i, int) { return apply[i]; });
+      }
+      scale_columns<kFormat, kDivides, kBlock>(pieces, columns, x, table, at, shared);
+      const float* inverse = shared.inverse[8 * at.ty / kBlock] + 8 * at.tx;
+      float apply[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) apply[j] = inverse[j];
+      if (columns.codes != nullptr) store_codes<kFormat, kDivides>(pieces, columns, x, at, [&](int, int j) { return apply[j]; });
+      if (columns.turned != nullptr) store_turned<kFormat, kDivides>(pieces, columns, x, at, shared.turned, [&](int j) { return apply[j]; });
+    }
+  }
+}
+
+template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile>
+void launch(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
+  const std::int64_t units = (x.rows / kTile + x.groups) * ((x.columns + kTile - 1) / kTile);
+  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>(units, 132 * (x.is_bf16 ? kCtasPerSm<kBlock, true> : kCtasPerSm<kBlock, false>)));
+  const auto kernel = x.is_bf16 ? quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true> : quantize_tiles<kFormat, kDivides, kBlock, kIsTile, false>;
+  const std::size_t bytes = GroupTable::bytes(x.groups, kBlock == 128 ? 1 : 2);
+  allow_shared(kernel, bytes + sizeof(TileShared<kBlock>));
+  kernel<<<ctas, kThreads, static_cast<unsigned>(bytes), stream>>>(x, rows, columns);
+}
+
+template <ElementFormat kFormat>
+void launch_format(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
+  const bool divides = columns.scale == ScaleFormat::kF32;
+  if (columns.block_columns == 128) {
+    divides ? launch<kFormat, true, 128, true>(x, rows, columns, stream) : launch<kFormat, false, 128, true>(x, rows, columns, stream);
+  } else if (columns.block_rows == 128) {
+    divides ? launch<kFormat, true, 128, false>(x, rows, columns, stream) : launch<kFormat, false, 128, false>(x, rows, columns, stream);
+  } else {
+    divides ? launch<kFormat, true, 32, false>(x, rows, columns, stream) : launch<kFormat, false, 32, false>(x, rows, columns, stream);
+  }
+}
+
+}  // namespace
+
+void launch_quantize_tiles(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
+  if (x.rows == 0 || x.columns == 0 || x.groups == 0) return;
+  if (columns.element == ElementFormat::kE4M3) launch_format<ElementFormat::kE4M3>(x, rows, columns, stream);
+  if (columns.element == ElementFormat::kE5M2) launch_format<ElementFormat::kE5M2>(x, rows, columns, stream);
+}
+
+}  // namespace waybill::cuda
