@@ -159,10 +159,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 // Ordinary shared-memory accesses before it are seen by the copy engine after it, and the other way round.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Arrives on `bar` when all earlier copy_async_16 of this thread have landed; counts among the barrier's arrivals.
-__device__ __forceinline__ void copy_async_arrive(std::uint64_t* bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
-}
 __device__ __forceinline__ void mbarrier_arrive(std::uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
 }
