@@ -2,6 +2,7 @@
 // The instruction sets of the activations. All give the same bits; they differ in speed.
 #pragma once
 
+#include "core/kernel_sets.h"
 #include "ops/activation/activation_rows.h"
 
 namespace waybill::detail {
@@ -12,10 +13,7 @@ struct ActivationKernels {
   void (*backward)(const ActivationConfig&, const ActivationRun&, const float* da, float* d_gate, float* d_up, float* product);
 };
 
-struct ActivationKernelList {
-  const ActivationKernels* sets[3];
-  int count;
-};
+using ActivationKernelList = UsableSets<ActivationKernels>;
 // Those this machine can run, best first.
 WB_API const ActivationKernelList& usable_activation_kernels();
 

@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/quantize/qdq_kernels.h"
 
-#include <atomic>
-#include <string>
-#include <string_view>
-
-#include "core/cpu_features.h"
-#include "core/implementation.h"
+#include "core/kernel_sets.h"
 
 namespace waybill::detail {
 namespace {
@@ -54,62 +49,25 @@ WB_QDQ_SET(Portable, "portable", );
 const QdqKernels kPortable = make_kernels<Portable>();
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#define WB_QDQ_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#else
-#define WB_QDQ_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
-#endif
-WB_QDQ_SET(Avx2, "avx2", __attribute__((target("avx2,fma"))));
-WB_QDQ_SET(Avx512, "avx512", WB_QDQ_AVX512);
+WB_QDQ_SET(Avx2, "avx2", WB_TARGET_AVX2);
+WB_QDQ_SET(Avx512, "avx512", WB_TARGET_AVX512);
 const QdqKernels kAvx2 = make_kernels<Avx2>();
 const QdqKernels kAvx512 = make_kernels<Avx512>();
 #endif
 
-const QdqKernels kReferenceMarker = {"ref", {}, nullptr, nullptr, nullptr};
-
-const QdqKernels* find_kernels(std::string_view name) {
-  const QdqKernelList& usable = usable_qdq_kernels();
-  if (name.empty()) {
-    if (selection_is_logged()) log_selection("quantize", usable.sets[0]->name, "");
-    return usable.sets[0];
-  }
-  if (name == "ref") return &kReferenceMarker;
-  std::string known = "ref";
-  for (int i = 0; i < usable.count; ++i) {
-    if (name == usable.sets[i]->name) return usable.sets[i];
-    known += std::string(", ") + usable.sets[i]->name;
-  }
-  WB_FAIL(ErrorCode::kUnsupported, "quantize implementation \"{}\" was asked for; this machine can run: {}", name, known);
-}
-
-std::atomic<const QdqKernels*>& selection() {
-  static std::atomic<const QdqKernels*> selected{find_kernels(forced_implementation("quantize"))};
-  return selected;
+KernelSets<QdqKernels>& kernels() {
+#if defined(__x86_64__)
+  static KernelSets<QdqKernels> sets("quantize", &kAvx512, &kAvx2, kPortable);
+#else
+  static KernelSets<QdqKernels> sets("quantize", nullptr, nullptr, kPortable);
+#endif
+  return sets;
 }
 
 }  // namespace
 
-const QdqKernelList& usable_qdq_kernels() {
-  static const QdqKernelList list = [] {
-    QdqKernelList found{};
-#if defined(__x86_64__)
-    if (cpu_has_avx512()) found.sets[found.count++] = &kAvx512;
-    if (cpu_has_avx2()) found.sets[found.count++] = &kAvx2;
-#endif
-    found.sets[found.count++] = &kPortable;
-    return found;
-  }();
-  return list;
-}
-
-const QdqKernels* selected_qdq_kernels() {
-  const QdqKernels* set = selection().load(std::memory_order_relaxed);
-  return set == &kReferenceMarker ? nullptr : set;
-}
-
-void force_quantize(const char* name) {
-  const std::string_view wanted = name == nullptr ? "" : name;
-  selection().store(find_kernels(wanted.empty() ? forced_implementation("quantize") : std::string(wanted)));
-}
+const QdqKernelList& usable_qdq_kernels() { return kernels().usable(); }
+const QdqKernels* selected_qdq_kernels() { return kernels().selected(); }
+void force_quantize(const char* name) { kernels().force(name); }
 
 }  // namespace waybill::detail

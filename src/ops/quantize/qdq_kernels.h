@@ -2,6 +2,7 @@
 // The instruction sets of quantize_dequantize(), hadamard_rows() and round_to_bf16(). All give the same bits; they differ in speed.
 #pragma once
 
+#include "core/kernel_sets.h"
 #include "ops/quantize/qdq_rows.h"
 
 namespace waybill::detail {
@@ -16,10 +17,7 @@ struct QdqKernels {
   void (*bf16)(const float* x, std::int64_t count, std::uint16_t* y);
 };
 
-struct QdqKernelList {
-  const QdqKernels* sets[3];
-  int count;
-};
+using QdqKernelList = UsableSets<QdqKernels>;
 // Those this machine can run, best first.
 WB_API const QdqKernelList& usable_qdq_kernels();
 
