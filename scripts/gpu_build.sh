@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
-#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,gemm}, test_cuda_fabric (default: all)
+#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,gemm,quantize}, test_cuda_fabric (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
 set -euo pipefail
@@ -21,11 +21,14 @@ core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/imple
 router="src/route/route.cc $(ls src/ops/router/*.cc src/ops/router/cuda/*.cc src/ops/router/cuda/*.cu)"
 fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc) $(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
 gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu) tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
+quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
 declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
+  [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
+  [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
 )
@@ -34,7 +37,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_gemm bench_cuda_router bench_cuda_gemm)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_gemm test_cuda_quantize bench_cuda_router bench_cuda_gemm bench_cuda_quantize)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done

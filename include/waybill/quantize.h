@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Low-precision formats, bit-exact, on the host: FP8 E4M3/E5M2, E2M1 and E8M0 codecs, blocks with one scale each (MXFP8, FP8 1x128 and
+// Low-precision formats, bit-exact on CPU and GPU: FP8 E4M3/E5M2, E2M1 and E8M0 codecs, blocks with one scale each (MXFP8, FP8 1x128 and
 // 128x128, NVFP4) and the swizzled layout of scales.
 //
 // Blocks never cross a group: their rows start anew at each group's first row and the last one may be short, so that any group size is legal
@@ -10,39 +10,24 @@
 #include <cstdint>
 #include <vector>
 
+#include "waybill/quantize_format.h"
+#include "waybill/status.h"
 #include "waybill/stream.h"
 
 namespace waybill {
 
 // ---- Codecs. Round to nearest even, saturating: beyond the largest finite value (infinity included) comes that value. NaN stays NaN, in E2M1,
 // which has none, it becomes +6.
-enum class ElementFormat : std::uint8_t {
-  kE4M3 = 0,  // largest 448, smallest 2^-9, NaN 0x7f/0xff, no infinity
-  kE5M2 = 1,  // largest finite 57344, smallest 2^-16
-  kE2M1 = 2,  // 0 .5 1 1.5 2 3 4 6; code = 4 bits
-};
 WB_API std::uint8_t encode_element(ElementFormat format, float value);
 WB_API float decode_element(ElementFormat format, std::uint8_t code);
 // Unbiased: the upper neighbour with the probability of its nearness; random is uniform over 32 bits. Exact values stay.
 WB_API std::uint8_t encode_element_stochastic(ElementFormat format, float value, std::uint32_t random);
 WB_API float largest_value(ElementFormat format);
 
-// E8M0: 2^(byte - 127), 255 = NaN.
-enum class ScaleRule : std::uint8_t {
-  kRoundUp = 0,  // the smallest power of two with amax / scale <= largest element (RCEIL): never saturates. Default.
-  kFloor = 1,    // floor(log2 amax) - floor(log2 largest element), the text of the OCP specification: saturates the top of a block
-};
 WB_API std::uint8_t encode_e8m0(float amax, ElementFormat format, ScaleRule rule);  // NaN -> 255, infinity -> 254, 0 -> 0
 WB_API float decode_e8m0(std::uint8_t byte);
 
 // ---- Blocks.
-enum class ScaleFormat : std::uint8_t {
-  kE8M0 = 0,        // MX
-  kPowerOfTwo = 1,  // the same scale as fp32
-  kF32 = 2,         // amax / largest element; 1 for a block of zeros
-  kE4M3 = 3,        // NVFP4: two levels, a block's E4M3 scale under an fp32 scale of the group
-};
-
 struct QuantConfig {
   ElementFormat element = ElementFormat::kE4M3;
   ScaleFormat scale = ScaleFormat::kE8M0;
@@ -65,20 +50,37 @@ WB_API void check_block_fit(const QuantConfig& config, const char* dimension, st
 // Scale rows of the groups before g, [L + 1]: the sum of ceil(rows / block_rows). offsets [L + 1] int32.
 WB_API std::vector<std::int64_t> block_row_offsets(const TensorView& offsets, std::int64_t block_rows);
 
+// Room that is enough for any offsets: at most this many blocks hold S rows in L groups.
+WB_API std::int64_t max_block_rows(std::int64_t S, std::int64_t L, std::int64_t block_rows);
+
 // x [S, C] fp32 or bf16 -> codes and scales. Rows past offsets[L] are neither read nor written.
 //   offsets  [L + 1] int32, or null: all rows are one group. Weights [L, N, C] go in as [L * N, C] with offsets g * N.
 //   codes    [S, C] f8e4m3, f8e5m2 or u8; E2M1: [S, C / 2] u8, the even column in the low half
 //   scales   [block_row_offsets[L], ceil(C / block_columns)]: u8 (kE8M0), f32 (kPowerOfTwo, kF32), f8e4m3 or u8 (kE4M3)
 //   group_scales [L] f32, written for kE4M3 only: S_g = 448 * 6 / (largest magnitude of the group); 1 for zeros
-// A block that holds a NaN gets a NaN scale and NaN codes. CPU, finished on return, bit-equal for any number of threads.
+//   turned   [block_row_offsets(offsets, 128)[L], C, 128], 8-bit elements: the codes once more (or only: codes may be null then) for a product
+//            that contracts over rows: blocks of 128 rows, a column's rows adjacent, zeros past the group's end
+//   swizzled u8, block_rows 1, byte scales: the scales once more, in swizzled_layout(offsets, C / block_columns), padding included
+// A block that holds a NaN gets a NaN scale and NaN codes. Bit-equal for any number of threads, on the CPU and on a GPU.
+// CPU: finished on return. GPU: queued on stream.native, nothing waits, capturable. The values of offsets are then not checked on the host:
+// `status` gets kStatusBadOffsets where they are not an increasing sequence from 0 within the rows, or where scales or turned have too few
+// blocks (what does not fit is left out). Implementations cuda (the formats of the recipes; bf16 or fp32 aligned to 16 bytes, C a multiple of
+// 8) and cuda_portable (everything else, no speed claim); WB_LOG=select says which and why. L is at most 4,096 there.
 struct QuantizedView {
   TensorView codes, scales, group_scales;
+  TensorView turned = {}, swizzled = {};
 };
-WB_API void quantize(const QuantConfig& config, const TensorView& x, const TensorView& offsets, const QuantizedView& out, Stream stream = {});
+WB_API void quantize(const QuantConfig& config, const TensorView& x, const TensorView& offsets, const QuantizedView& out, Stream stream = {},
+                     StatusWord* status = nullptr);
 
-// y [S, C] fp32 or bf16 = element * scale (NVFP4: element * scale / S_g). The product is formed in fp32; in bf16 it is exact for E4M3 under
-// scales 2^-124 .. 2^119.
-WB_API void dequantize(const QuantConfig& config, const QuantizedView& q, const TensorView& offsets, const TensorView& y, Stream stream = {});
+// Both directions from one read of x: `rows` has blocks of 1 x B, `columns` of B x 1, else alike. Same results as two calls of quantize().
+WB_API void quantize_both(const QuantConfig& rows, const QuantConfig& columns, const TensorView& x, const TensorView& offsets, const QuantizedView& rows_out,
+                          const QuantizedView& columns_out, Stream stream = {}, StatusWord* status = nullptr);
+
+// y [S, C] fp32 or bf16 = element * scale (NVFP4: element * scale / S_g), from codes and scales. The product is formed in fp32; in bf16 it is
+// exact for E4M3 under scales 2^-124 .. 2^119. GPU as above.
+WB_API void dequantize(const QuantConfig& config, const QuantizedView& q, const TensorView& offsets, const TensorView& y, Stream stream = {},
+                       StatusWord* status = nullptr);
 
 // ---- Operands of a dequantise-then-multiply matmul: y = dequantize(quantize(x)) to the bit, in one pass and without codes.
 // Implementations avx512, avx2, portable and ref (WB_FORCE=quantize:<name>); all give the same bits, for any number of threads.

@@ -3,6 +3,7 @@
 #include "waybill/waybill.h"
 #if defined(WAYBILL_WITH_CUDA)
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 
 namespace {
@@ -10,6 +11,7 @@ namespace {
 [[gnu::constructor]] void make_kernels_known() {
   waybill::cuda::register_router();
   waybill::cuda::register_gemm();
+  waybill::cuda::register_quantize();
 }
 }  // namespace
 #endif

@@ -87,6 +87,7 @@ TEST_F(QuantizeCuda, EveryFormatMatchesTheCpuOnRaggedGroups) {
     for (const std::int64_t C : {std::int64_t{128}, std::int64_t{416}, std::int64_t{768}}) {
       const Pair x = wild(dtype, S, C, static_cast<unsigned>(C));
       for (const QuantConfig& config : formats()) {
+        if (config.scale == ScaleFormat::kE8M0 && C % config.block_columns != 0) continue;  // refused: MX blocks are whole
         const bool turns = config.element != ElementFormat::kE2M1 && (config.block_rows == 128 || C == 128);
         const bool swizzles = config.block_rows == 1 && (config.scale == ScaleFormat::kE8M0 || config.scale == ScaleFormat::kE4M3);
         expect_equal(config, x, offs, turns, swizzles);

@@ -17,7 +17,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32, kWarpColumns = 256;
 
 // Pieces of a lane; one where registers would not hold two.
 template <ElementFormat kFormat, int kBlockRows>
-constexpr int kUnderWay = kFormat == ElementFormat::kE2M1 && kBlockRows > 1 ? 1 : 2;
+constexpr int kUnderWay = kFormat == ElementFormat::kE2M1&& kBlockRows > 1 ? 1 : 2;
 
 struct DequantizeGrid {
   int segments;       // of kWarpColumns a row
