@@ -63,6 +63,7 @@ wb_status wb_train(const char* config_path, const char* const* overrides, int32_
     WB_CHECK(num_overrides >= 0 && (overrides != nullptr || num_overrides == 0), "overrides is null or their number negative ({})", num_overrides);
     if (result != nullptr) check_size<wb_train_result>(result->struct_size, "result");
     std::vector<std::string> changes;
+    changes.reserve(static_cast<std::size_t>(num_overrides));
     for (std::int32_t i = 0; i < num_overrides; ++i) changes.emplace_back(&required(overrides[i], "an override"));
     CallbackObserver observer(callback, user);
     TrainOptions options;

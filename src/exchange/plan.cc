@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <span>
 
 #include "exchange/impl.h"
 
@@ -49,7 +50,7 @@ void widen_ids(const std::byte* source, std::int64_t count, std::int32_t* ids) {
   }
 }
 
-void pack_message(const RoutePlan& plan, std::size_t to, const MessageLayout& layout, const std::vector<std::byte>* masks, std::byte* target) {
+void pack_message(const RoutePlan& plan, std::size_t to, const MessageLayout& layout, std::span<const std::byte> masks, std::byte* target) {
   const std::int64_t first_row = plan.row_offsets[to];
   const std::int64_t first_slot = plan.slot_offsets[static_cast<std::size_t>(first_row)];
   if (layout.slots > 0) std::memcpy(target, plan.slot_weight.data() + first_slot, layout.weights_bytes());
@@ -64,7 +65,7 @@ void pack_message(const RoutePlan& plan, std::size_t to, const MessageLayout& la
     const auto count = static_cast<std::uint16_t>(plan.slot_offsets[row + 1] - plan.slot_offsets[row]);
     std::memcpy(target + static_cast<std::size_t>(r) * sizeof(count), &count, sizeof(count));
   }
-  if (layout.masks_bytes > 0) std::memcpy(target + layout.counts_bytes(), masks->data(), layout.masks_bytes);
+  if (!masks.empty()) std::memcpy(target + layout.counts_bytes(), masks.data(), masks.size());
 }
 
 // Arrived metadata in row order, over all source ranks.
@@ -208,7 +209,7 @@ void Exchange::Impl::exchange_metadata(DispatchHandle& handle, const std::vector
   std::byte* outgoing = send_bytes(send_size);
   std::byte* incoming = receive_bytes(receive_size);
   for (std::size_t p = 0; p < P(); ++p) {
-    pack_message(handle.plan, p, to[p], two_level ? &node_masks[p] : nullptr, outgoing);
+    pack_message(handle.plan, p, to[p], two_level ? std::span<const std::byte>(node_masks[p]) : std::span<const std::byte>(), outgoing);
     send[p] = {outgoing, to[p].bytes()};
     receive[p] = {incoming, from[p].bytes()};
     outgoing += align_up(to[p].bytes());

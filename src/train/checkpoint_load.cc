@@ -20,7 +20,7 @@ constexpr std::size_t kChunkBytes = 1 << 20;
 void check_files(const std::string& path, const CheckpointIndex& index) {
   for (const auto& [name, bytes] : index.files) {
     std::error_code error;
-    const auto seen = fs::file_size(path + "/" + name, error);
+    const auto seen = fs::file_size(fs::path(path) / name, error);
     if (error) WB_FAIL(ErrorCode::kIo, "checkpoint {}: {} is missing", path, name);
     if (static_cast<std::int64_t>(seen) != bytes) {
       WB_FAIL(ErrorCode::kIo, "checkpoint {}: {} has {} bytes, {} were saved", path, name, seen, bytes);
@@ -85,7 +85,7 @@ std::string latest_checkpoint(const std::string& folder) {
   std::ifstream file(folder + "/latest");
   std::string name;
   if (!file || !(file >> name)) WB_FAIL(ErrorCode::kIo, "no checkpoint in {}: its file `latest` is missing or empty", folder);
-  const std::string path = folder + "/" + name;
+  std::string path = folder + "/" + name;
   if (!name.starts_with("step_") || name.find('/') != std::string::npos) WB_FAIL(ErrorCode::kIo, "{}/latest names \"{}\", which is not a step", folder, name);
   if (!fs::is_directory(path)) WB_FAIL(ErrorCode::kIo, "checkpoint {} is missing, though {}/latest names it", path, folder);
   return path;

@@ -114,7 +114,8 @@ void make_folder(const std::string& path) {
 std::string save_checkpoint(const std::string& folder, const CheckpointInfo& info, std::span<const CheckpointTensor> tensors, Fabric& world, int keep_last) {
   WB_CHECK(keep_last >= 1, "keep_last = {} must be at least 1", keep_last);
   const bool is_root = world.rank() == 0;
-  const std::string name = fmt::format("step_{:08}", info.step), path = folder + "/" + name;
+  const std::string name = fmt::format("step_{:08}", info.step);
+  std::string path = folder + "/" + name;
   const std::string temporary = folder + "/" + kTemporaryPrefix + name.substr(5);
   const auto remove_temporary = [&temporary] {
     std::error_code ignored;

@@ -29,6 +29,7 @@ std::optional<ConfigValue> scalar(const toml::node& node) {
 template <class Key>
 std::vector<std::string> key_names(const std::vector<Key>& keys) {
   std::vector<std::string> names;
+  names.reserve(keys.size());
   for (const auto& key : keys) names.push_back(key.name);
   return names;
 }

@@ -170,7 +170,7 @@ Hub::Membership Hub::split(int rank, std::uint64_t sequence, int colour, int key
   wait_posted(lock, operation, rank);
   if (operation.groups.empty()) make_groups(operation, group_name);
   const auto r = static_cast<std::size_t>(rank);
-  const Membership membership{operation.groups[r], operation.group_ranks[r]};
+  Membership membership{operation.groups[r], operation.group_ranks[r]};
   finish(lock, operation);
   return membership;
 }

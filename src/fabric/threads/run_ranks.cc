@@ -35,7 +35,7 @@ class Failures {
       failure.text = error.what();
     } catch (...) {
     }
-    const std::string text = failure.text.empty() ? "an exception that is not a std::exception" : failure.text;
+    std::string text = failure.text.empty() ? "an exception that is not a std::exception" : failure.text;
     const std::lock_guard lock(mutex_);
     failure.order = static_cast<int>(all_.size());
     all_.push_back(std::move(failure));
@@ -84,6 +84,7 @@ void run_one(const std::shared_ptr<threads::Hub>& hub, int rank, const std::func
 std::vector<std::unique_ptr<Fabric>> make_thread_group(int P, const FabricOptions& options) {
   const auto hub = make_world(P, options);
   std::vector<std::unique_ptr<Fabric>> ranks;
+  ranks.reserve(static_cast<std::size_t>(P));
   for (int rank = 0; rank < P; ++rank) ranks.push_back(std::make_unique<threads::ThreadsFabric>(hub, rank));
   return ranks;
 }

@@ -97,8 +97,8 @@ class ForwardRows {
   void route_row(std::int64_t t, RowScratch& scratch, StatusWord& seen) {
     const RouterConfig& config = call_.config;
     const float* x = scratch.load(kernels_, call_.inputs.logits, t);
-    std::int64_t count = config.K;
-    bool has_nonfinite = false;
+    std::int64_t count;
+    bool has_nonfinite;
     if (source_ == Source::kChosen) {
       has_nonfinite = kernels_.keys(config.score, x, vectors_.bias, vectors_.keep, config.E, scratch.keys);
       if (uses_groups(config)) drop_groups(kernels_, config, scratch);

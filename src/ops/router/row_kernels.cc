@@ -25,6 +25,7 @@ namespace {
 
 // One build of all kernels: `attribute` chooses the instruction set of what the bodies are inlined into.
 // clang-format off
+// NOLINTBEGIN(bugprone-macro-parentheses): neither an attribute nor a name can stand in parentheses.
 #define WB_DEFINE_ROW_KERNELS(Build, label, attribute)                                                                                                        \
   struct Build {                                                                                                                                              \
     attribute static void widen_bf16(const std::uint16_t* in, std::int64_t n, float* out) { body::widen_bf16(in, n, out); }                                   \
@@ -61,6 +62,7 @@ namespace {
               selected_weights, slopes, loss_gradient};                                                                                                       \
     }                                                                                                                                                         \
   };
+// NOLINTEND(bugprone-macro-parentheses)
 // clang-format on
 
 #define WB_NO_ATTRIBUTE
