@@ -154,7 +154,8 @@ typedef struct wb_moe_tensors {
 
 typedef struct wb_moe_layer wb_moe_layer;
 typedef struct wb_moe_step wb_moe_step; /* what one forward keeps for its backward */
-/* Collective. ep: the expert-parallel group; world: the group counts and losses are reduced over (may be the same handle). */
+/* Collective over ep, the expert-parallel group, whose ranks must give one config (the error names the setting, both values and the rank).
+   world: the group counts and losses are reduced over (may be the same handle). */
 WB_API wb_status wb_moe_layer_create(const wb_moe_config* config, wb_fabric* ep, wb_fabric* world, wb_thread_pool* pool, wb_moe_layer** layer) WB_NOEXCEPT;
 WB_API void wb_moe_layer_destroy(wb_moe_layer* layer) WB_NOEXCEPT;
 WB_API wb_status wb_moe_step_create(wb_moe_step** step) WB_NOEXCEPT;

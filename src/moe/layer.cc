@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 
+#include "moe/agreement.h"
 #include "moe/etp.h"
 #include "moe/layer_impl.h"
 #include "moe/tensors.h"
@@ -10,6 +11,7 @@ namespace waybill {
 MoeLayer::Impl::Impl(const MoeConfig& layer_config, Fabric& ep_group, Fabric& world_group, ThreadPool* pool)
     : config(layer_config), ep(ep_group), world(world_group), stream(Stream::cpu(pool)) {
   validate(config, ep.size());
+  moe::check_agreement(config, ep);
   config.router.E = config.E;
   config.router.K = config.K;
   L = config.L(ep.size());

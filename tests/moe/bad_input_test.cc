@@ -216,5 +216,29 @@ TEST(MoeBadInput, ALayerThatDoesNotFitItsGroupIsRefusedOnEveryRank) {
   EXPECT_THAT(message, testing::AllOf(HasSubstr("E = 8"), HasSubstr("3")));
 }
 
+TEST(MoeBadInput, RanksWithDifferentLayersGetOneErrorOnEveryRank) {
+  const auto texts_with = [](const std::function<void(MoeConfig&)>& change) {
+    std::vector<std::string> texts(4);
+    run_ranks(4, [&](Fabric& fabric) {
+      MoeConfig config = small_config(8, 2);
+      if (fabric.rank() == 2) change(config);
+      texts[static_cast<std::size_t>(fabric.rank())] = message_of([&] { MoeLayer layer(config, fabric, fabric); });
+    });
+    return texts;
+  };
+  const auto every_rank = [](const std::string& words) { return testing::Each(HasSubstr("the ranks of a layer must have one config: " + words)); };
+  EXPECT_THAT(texts_with([](MoeConfig&) {}), testing::Each("nothing was refused"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.overlap_shared = !c.overlap_shared; }), testing::Each("nothing was refused"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.T_max = 64; }), testing::Each("nothing was refused"));  // eager mode takes any T
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.F = 5; }), every_rank("F is 3 on rank 0, but 5 on rank 2"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.aux_coefficient = 0.5f; }), every_rank("aux_coefficient is 0 on rank 0, but 0.5 on rank 2"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.router.score = ScoreFunction::kSigmoid; }), every_rank("router.score"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.router.scaling_factor = 2.5f; }), every_rank("router.scaling_factor is 1 on rank 0, but 2.5 on rank 2"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.recipe.kind = Recipe::kBF16; }), every_rank("recipe.kind"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.recompute = Recompute::kLayer; }), every_rank("recompute"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.activation.kind = Activation::kReluSquared; }), every_rank("activation.kind"));
+  EXPECT_THAT(texts_with([](MoeConfig& c) { c.force_dense_map = true; }), every_rank("force_dense_map is 0 on rank 0, but 1 on rank 2"));
+}
+
 }  // namespace
 }  // namespace waybill::test
