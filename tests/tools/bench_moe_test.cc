@@ -9,36 +9,13 @@
 #include <filesystem>
 #include <fstream>
 
-#include "commands.h"
+#include "bench_run.h"
 #include "waybill/route_io.h"
 
 namespace waybill::cli {
 namespace {
 
 const std::string kFolder = std::string(WAYBILL_SOURCE_DIR) + "/bench/shapes/";
-
-std::string run_bench(std::vector<std::string> arguments) {
-  CLI::App app{"test", "waybill"};
-  register_bench_command(app);
-  std::reverse(arguments.begin(), arguments.end());
-  ::testing::internal::CaptureStdout();
-  try {
-    app.parse(arguments);
-  } catch (...) {
-    ::testing::internal::GetCapturedStdout();
-    throw;
-  }
-  return ::testing::internal::GetCapturedStdout();
-}
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "accepted";
-}
 
 StackOutputs some_outputs() { return {{1, 2, 3, 4}, {5, 6, 7, 8}, {1}, {2, 3}, {4}, {1, 1}}; }
 

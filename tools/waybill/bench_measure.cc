@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <mutex>
 
 #include "waybill/thread_pool.h"
 
@@ -98,7 +99,9 @@ Timing measure_ranks(const BenchOptions& options, Fabric& fabric, const std::fun
   return measure_ranks(options, fabric, std::vector<std::function<void()>>{body}).front();
 }
 
-double memory_read_rate(int threads) {
+namespace {
+
+double measure_memory_read_rate(int threads) {
   constexpr std::int64_t kWords = std::int64_t{1} << 25;  // 256 MB a thread, beyond any cache
   ThreadPool pool(threads);
   std::vector<std::vector<std::uint64_t>> buffers(static_cast<std::size_t>(threads), std::vector<std::uint64_t>(static_cast<std::size_t>(kWords), 1));
@@ -116,6 +119,17 @@ double memory_read_rate(int threads) {
     best = std::max(best, static_cast<double>(threads) * static_cast<double>(kWords) * 8 / (micros_since(begin) * 1e-6));
   }
   return best;
+}
+
+}  // namespace
+
+double memory_read_rate(int threads) {
+  static std::mutex mutex;
+  static std::map<int, double> rates;
+  const std::lock_guard lock(mutex);
+  const auto [rate, is_new] = rates.try_emplace(threads, 0);
+  if (is_new) rate->second = measure_memory_read_rate(threads);
+  return rate->second;
 }
 
 double memory_floor_us(double bytes, double bytes_per_us) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Router forward, backward and losses on random logits of one rank. --load does not apply: the logits decide.
+// Router forward, backward and losses of one rank, on random logits or on logits whose routes are a load's.
 #include <fmt/format.h>
 
 #include <cstdlib>
 #include <memory>
 
 #include "bench_record.h"
+#include "bench_router_load.h"
 #include "bench_router_problem.h"
 #include "bench_verbs.h"
 #include "waybill/log.h"
@@ -15,12 +16,11 @@ namespace waybill::cli {
 namespace {
 
 void run(const BenchOptions& options) {
-  WB_CHECK(options.load == BenchOptions{}.load, "--load {} does not apply to bench router: its random logits decide the load", options.load);
   if (options.device == "cuda") return bench_router_on_gpu(options);
   // chosen_implementation() reads the lines of WB_LOG=select; they are not for the terminal.
   setenv("WB_LOG", "select", 1);
   set_log_callback({});
-  RouterProblem problem(options, options.resolve());
+  RouterProblem problem = make_router_problem(options);
   const BenchShape& shape = problem.shape;
   const int threads = options.threads > 0 ? options.threads : num_usable_cores();
   ThreadPool pool(threads);
@@ -31,13 +31,15 @@ void run(const BenchOptions& options) {
     router_backward(problem.config, problem.losses, problem.inputs, problem.route, problem.d_weights.data(), {}, 1.0f, problem.d_logits, stream);
   };
   const auto z_loss = [&] { return router_losses(problem.config, problem.losses, problem.inputs, problem.route, {}, stream).z; };
-  if (!options.no_check) check_router_bench(problem, {forward, backward, z_loss});
+  const RouterRuns runs{forward, backward, z_loss};
+  if (!options.no_check) check_router_bench(problem, runs);
+  check_router_load(problem, runs);
   report.set_checked(!options.no_check);
   BenchRecord record;
   record.op = "router";
   record.implementation = chosen_implementation("router", forward);
   if (!options.save_route.empty()) save_route(options.save_route, problem.route);
-  record.load = summarise_load("random logits", {problem.route.view()});
+  record.load = summarise_load(problem.load, {problem.route.view()});
   const double rate = memory_read_rate(threads) * 1e-6;  // bytes a microsecond
   const double logit_bytes = problem.logit_bytes(), route_bytes = problem.route_bytes();
   const auto add = [&](const char* variant, double bytes, const std::function<void()>& body) {
@@ -62,6 +64,10 @@ void register_bench_router(CLI::App& bench) {
   CLI::App* command = bench.add_subcommand("router", "Router forward, backward and losses");
   auto options = std::make_shared<BenchOptions>();
   add_common_options(*command, *options);
+  command->get_option("--load")->description(std::string(kRandomLoad) + " (whatever random logits give), or logits whose routes are those of " + load_names() +
+                                             ", or of recorded:RUN/routes/STEP/LAYER");
+  options->load = kRandomLoad;
+  command->get_option("--load")->default_str(kRandomLoad);
   command->add_option("--dtype", options->dtype, "of the logits")->check(CLI::IsMember({"fp32", "bf16", "fp16"}))->capture_default_str();
   command->add_option("--device", options->device, "cuda: the first GPU, one CUDA graph of launches (needs a CUDA build)")
       ->check(CLI::IsMember({"cpu", "cuda"}))

@@ -167,16 +167,17 @@ void bench_router_on_gpu(const BenchOptions& options) {
   }
   setenv("WB_LOG", "select", 1);
   set_log_callback({});
-  RouterProblem problem(options, options.resolve());
+  RouterProblem problem = make_router_problem(options);
   GpuRouterBench gpu(problem);
   BenchReport report(options, problem.shape, 1);
   if (!options.no_check) check_router_bench(problem, gpu.runs());
+  check_router_load(problem, gpu.runs());
   report.set_checked(!options.no_check);
   BenchRecord record;
   record.op = "router";
   record.implementation = chosen_implementation("router", [&] { gpu.runs().forward(); });
   if (!options.save_route.empty()) save_route(options.save_route, problem.route);
-  record.load = summarise_load("random logits", {problem.route.view()});
+  record.load = summarise_load(problem.load, {problem.route.view()});
   const double rate = copy_rate(), logit_bytes = problem.logit_bytes(), route_bytes = problem.route_bytes();
   const auto add = [&](const char* variant, double bytes, const std::function<void()>& body) {
     record.variant = variant, record.bytes = bytes;

@@ -2,15 +2,25 @@
 #include "bench_router_problem.h"
 
 #include <cmath>
+#include <utility>
 
+#include "bench_router_load.h"
 #include "bench_verbs.h"
 #include "ops/router/router_impl.h"
 
 namespace waybill::cli {
 
-RouterProblem::RouterProblem(const BenchOptions& options, BenchShape resolved) : shape(std::move(resolved)), config(shape.router) {
+RouterProblem::RouterProblem(const BenchOptions& options, BenchShape resolved) : RouterProblem(options, std::move(resolved), Route()) {}
+
+RouterProblem::RouterProblem(const BenchOptions& options, BenchShape resolved, Route given)
+    : shape(std::move(resolved)), config(shape.router), wanted(std::move(given)), load(wanted.E() > 0 ? options.load : "random logits") {
+  if (wanted.E() > 0) shape.T = wanted.T();
   const std::int64_t T = shape.T, E = shape.E;
   logits_f32 = random_floats(T * E, options.seed);
+  if (wanted.E() > 0) {
+    const DType dtype = options.dtype == "bf16" ? DType::kBF16 : options.dtype == "fp16" ? DType::kF16 : DType::kF32;
+    give_routes(config, wanted, dtype, logits_f32, load, shape.name);
+  }
   d_weights = random_floats(T * shape.K, options.seed + 1);
   if (options.dtype == "fp32") {
     inputs.logits = TensorView::of(logits_f32.data(), {T, E});
@@ -22,6 +32,11 @@ RouterProblem::RouterProblem(const BenchOptions& options, BenchShape resolved) :
   losses.z_coefficient = 1e-3f;
   route = Route(T, shape.K, E);
   d_logits = Tensor(DType::kF32, {T, E});
+}
+
+RouterProblem make_router_problem(const BenchOptions& options) {
+  const BenchShape shape = options.resolve();
+  return RouterProblem(options, shape, router_load(options, shape));
 }
 
 RouterOutputs RouterProblem::outputs() const {
@@ -57,6 +72,12 @@ void check_router_bench(RouterProblem& problem, const RouterRuns& runs) {
   }
   const double wanted = router_impl::losses_ref({problem.config, problem.losses, problem.inputs, expected.view(), {}, {}}).z, seen = runs.z_loss();
   WB_CHECK(std::abs(seen - wanted) <= 1e-5 * std::abs(wanted), "z-loss {} where the reference has {}", seen, wanted);
+}
+
+void check_router_load(RouterProblem& problem, const RouterRuns& runs) {
+  if (problem.wanted.E() == 0) return;
+  runs.forward();
+  expect_routes(problem.route, problem.wanted, problem.load);
 }
 
 }  // namespace waybill::cli
