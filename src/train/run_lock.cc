@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -15,12 +16,14 @@
 namespace waybill {
 namespace {
 
-// "process 4711 on host node3", from what its holder wrote.
+// "process 4711 on host node3", from what its holder wrote; of a file that others wrote, nothing that moves a terminal.
 std::string holder(int fd) {
   char text[256] = {};
   const ssize_t bytes = pread(fd, text, sizeof text - 1, 0);
   std::string line(text, bytes > 0 ? static_cast<std::size_t>(bytes) : 0);
   line = line.substr(0, line.find('\n'));
+  std::replace_if(
+      line.begin(), line.end(), [](char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7f'; }, '?');
   return line.empty() ? "another process" : line;
 }
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What keeps a run folder whole: one process at a time, and no checkpoint of a state that is not a number.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -69,6 +71,15 @@ TEST(RunLockTest, ASecondProcessIsRefusedAndAKilledOneLocksNothing) {
     EXPECT_THAT(error_text([&] { RunLock fourth(folder.str()); }), HasSubstr("is in use by process " + std::to_string(getpid())));
   }
   EXPECT_TRUE(fs::is_empty(folder.str()));
+}
+
+TEST(RunLockTest, TheHoldersNameIsPrintableWhateverTheFileHolds) {
+  TempFolder folder;
+  write_file(lock_path(folder.str()), "\x1b[2Jprocess\t7\x7f\nmore");
+  const int holder = open(lock_path(folder.str()).c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(flock(holder, LOCK_EX | LOCK_NB), 0);
+  EXPECT_THAT(error_text([&] { RunLock second(folder.str()); }), HasSubstr("is in use by ?[2Jprocess?7?; wait for it"));
+  close(holder);
 }
 
 TEST(RunLockTest, ARunFolderInUseIsNeitherResumedNorFilled) {
