@@ -135,42 +135,53 @@ TEST(RouterBench, AnIdThatIsNotTheLoadsIsNamed) {
   EXPECT_EQ(error_of([&] { expect_routes(wanted, wanted, "W1"); }), "accepted");
 }
 
-// Every benchmark of the command takes every load and says which one it was.
-TEST(Bench, F30_EveryBenchmarkRunsEveryLoad) {
-  const std::filesystem::path path = std::filesystem::path(::testing::TempDir()) / ("bench_loads_" + std::to_string(getpid()) + ".json");
+// Every benchmark of the command takes every load, recorded routes too, checks its results under it, and says which one it was.
+class EveryBench : public ::testing::Test {
+ protected:
+  ~EveryBench() override { std::filesystem::remove(path_); }
+  nlohmann::json records_of(const std::string& verb, const std::string& load, const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = {
+        "bench", verb, "--shapes", kFolder + "moe.toml", "--loads", kFolder + "loads.toml", "--load", load,        "-H",    "8",      "-F",
+        "8",     "-P", "2",        "--threads",          "1",       "--iterations",         "1",      "--seconds", "0.001", "--json", path_.string()};
+    if (verb == "moe") arguments.insert(arguments.end(), {"--stacks", "loop"});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    run_bench(arguments);
+    std::ifstream file(path_);
+    nlohmann::json records = nlohmann::json::parse(file).at("records");
+    EXPECT_FALSE(records.empty());
+    for (const nlohmann::json& record : records) {
+      EXPECT_EQ(record.at("load"), load);
+      EXPECT_EQ(record.at("checked"), true);
+    }
+    return records;
+  }
+  std::filesystem::path path_ = std::filesystem::path(::testing::TempDir()) / ("bench_loads_" + std::to_string(getpid()) + ".json");
+};
+
+TEST_F(EveryBench, F30_RunsEveryLoad) {
   for (const std::string verb : {"router", "gemm", "exchange", "moe"}) {
     for (const std::string& load : kLoads) {
       SCOPED_TRACE(verb + " " + load);
-      std::vector<std::string> arguments = {"bench",        verb,
-                                            "--shapes",     kFolder + "moe.toml",
-                                            "--loads",      kFolder + "loads.toml",
-                                            "--load",       load,
-                                            "-T",           "16",
-                                            "-E",           "8",
-                                            "-K",           "2",
-                                            "-H",           "8",
-                                            "-F",           "8",
-                                            "-P",           "2",
-                                            "--threads",    "1",
-                                            "--iterations", "1",
-                                            "--seconds",    "0.001",
-                                            "--json",       path.string()};
-      if (verb == "moe") arguments.insert(arguments.end(), {"--stacks", "loop"});
-      run_bench(arguments);
-      std::ifstream file(path);
-      const nlohmann::json json = nlohmann::json::parse(file);
-      ASSERT_FALSE(json.at("records").empty());
-      for (const nlohmann::json& record : json.at("records")) {
-        EXPECT_EQ(record.at("load"), load);
-        EXPECT_EQ(record.at("checked"), true);
-      }
-      const double hottest = json.at("records").at(0).at("rows_per_expert").at("max"), rows = json.at("records").at(0).at("real_rows");
+      const nlohmann::json record = records_of(verb, load, {"-T", "16", "-E", "8", "-K", "2"}).at(0);
       if (load == "W3") {
-        EXPECT_EQ(hottest, rows / 2);  // one expert in every row
+        EXPECT_EQ(record.at("rows_per_expert").at("max").get<double>(), record.at("real_rows").get<double>() / 2);  // one expert in every row
       }
     }
   }
-  std::filesystem::remove(path);
+}
+
+TEST_F(EveryBench, F30_ReplaysRecordedRoutes) {
+  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / ("every_bench_" + std::to_string(getpid()));
+  std::filesystem::create_directories(folder);
+  save_route((folder / "rank_000.route").string(), Route::from_ids(2, 2, 8, std::vector<std::int32_t>{0, 1, 3, 0}).view());
+  save_route((folder / "rank_001.route").string(), Route::from_ids(1, 2, 8, std::vector<std::int32_t>{0, 6}).view());
+  for (const std::string verb : {"router", "gemm", "exchange", "moe"}) {
+    SCOPED_TRACE(verb);
+    const nlohmann::json record = records_of(verb, "recorded:" + folder.string(), {}).at(0);
+    EXPECT_EQ(record.at("real_rows"), 6);
+    EXPECT_EQ(record.at("rows_per_expert").at("max"), 3.0);
+  }
+  std::filesystem::remove_all(folder);
 }
 
 TEST(RouterBench, UnknownLoadsAndRecordings) {
