@@ -74,14 +74,15 @@ class Hosts:
                     pass
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
-    def command(self, mpirun, *arguments):
+    def command(self, mpirun, *arguments, ranks=2):
+        """`ranks` processes on each host."""
         mca = {
             "plm_rsh_agent": self.agent, "btl": "tcp,self", "pml": "ob1", "btl_tcp_if_include": f"{NET}.0/24", "oob_tcp_if_include": f"{NET}.0/24",
             # Help texts of the daemons stay local: gathering them has crashed the launcher (4.1.4) while it dealt with a killed rank.
             "orte_keep_fqdn_hostnames": "1", "orte_base_help_aggregate": "0",
         }
         options = [word for key, value in mca.items() for word in ("--mca", key, value)]
-        inner = " ".join([mpirun, "--allow-run-as-root", "-n", "4", "--host", f"{NET}.1:2,{NET}.2:2", *options, *arguments])
+        inner = " ".join([mpirun, "--allow-run-as-root", "-n", str(2 * ranks), "--host", f"{NET}.1:{ranks},{NET}.2:{ranks}", *options, *arguments])
         return ["ip", "netns", "exec", self.names["a"], "unshare", "--uts", "sh", "-c", f"hostname host-a; exec {inner}"]
 
     @staticmethod
