@@ -3,7 +3,7 @@
 """Kills a training run with SIGKILL at random instants, many of them inside the writing of a checkpoint, and confirms that the last good
 checkpoint always loads.
 
-  scripts/kill_test.py --binary build/cpu/tools/waybill/waybill [--kills 100] [--seed 1] [--folder DIR]
+  scripts/kill_test.py --binary build/cpu/tools/waybill/waybill [--kills 100] [--seed 1] [--folder DIR] [--set moe.recipe=nvfp4]...
 
 The run saves after every step. Each trial resumes it, waits for at least one new checkpoint, and kills: half of the trials after a random
 time, half at a random time after a save was seen to begin. After each kill the newest checkpoint must not be older than before and must
@@ -39,7 +39,7 @@ def make_text(path):
 
 def command(options, run, steps, resume):
     start = ["--resume", run] if resume else [ROOT / "configs/golden.toml", "--text", run.parent / "text.txt", "--run-dir", run]
-    changes = [part for setting in SETTINGS + [f"train.steps={steps}"] for part in ("--set", setting)]
+    changes = [part for setting in SETTINGS + options.set + [f"train.steps={steps}"] for part in ("--set", setting)]
     return [str(part) for part in [options.binary, "train", *start, "--quiet", *changes]]
 
 
@@ -127,7 +127,7 @@ def kill_test(options, folder):
     run_once(options, reference, last + 1, resume=False)
     if tensor_sums(run) != tensor_sums(reference):
         raise KillError(f"after {last + 1} steps the weights differ from those of a run that was never killed")
-    print(f"kill test: {options.kills} kills (seed {options.seed}), {sum(inside.values())} inside a save ({inside[True]} of {options.kills // 2} aimed, "
+    print(f"kill test: {options.kills} kills (seed {options.seed}{"".join(", " + setting for setting in options.set)}), {sum(inside.values())} inside a save ({inside[True]} of {options.kills // 2} aimed, "
           f"{inside[False]} of {options.kills - options.kills // 2} at any time): the last good checkpoint loaded every time; step {last + 1} is bit-equal to a "
           "run that was never killed")  # fmt: skip
 
@@ -137,6 +137,7 @@ def main():
     parser.add_argument("--binary", required=True, help="the waybill command")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of the instants")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the config, for every run of the test")
     parser.add_argument("--folder", help="where to run (default: a temporary folder, removed afterwards)")
     options = parser.parse_args()
     folder = pathlib.Path(options.folder) if options.folder else pathlib.Path(tempfile.mkdtemp(prefix="waybill_kill_"))

@@ -2,15 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants the faults of tests/faults, one at a time, in a copy of the sources and confirms that tests fail for each.
 
-  scripts/planted_faults.py            every fault: build, run, table (many minutes); --only NAME for those whose file name holds NAME
+  scripts/planted_faults.py            every fault: build, run, table (many minutes)
+  scripts/planted_faults.py --only 05  one fault: those whose file name or description holds the text ("05", "stale", "stale weight")
   scripts/planted_faults.py --check    in seconds, for CI: every fault still applies, its tests exist, docs/testing.md lists them
+
+Runs add up: the copy and its build are kept, and results.json there holds what each fault's last run showed, so that ten runs of one fault make
+the table of one run of ten. A result is dropped when the sources, the tests or the fault have changed since.
 
 A fault is a TOML file: file, old (text that occurs there exactly once), new, include (a standard header that `new` needs, optional),
 programs (test programs that are built and run), caught_by (tests that must fail with the fault and pass without it). The copy, its build and
-table.md are in build/faults (--build DIR); the sources themselves are never changed.
+results are in build/faults (--build DIR); the sources themselves are never changed.
 """
 import argparse
 import filecmp
+import hashlib
+import json
 import os
 import pathlib
 import re
@@ -21,7 +27,7 @@ import tomllib
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ("cmake", "configs", "include", "src", "tests", "tools", "bench")
+FOLDERS = ("bindings", "cmake", "configs", "include", "src", "tests", "tools", "bench")
 TIMEOUT_S = 600  # a fault may hang a program; that is caught too
 BEGIN, END = "<!-- planted faults -->", "<!-- /planted faults -->"
 TEST_NAME = re.compile(r"\b(?:TEST|TEST_F|RC_GTEST_PROP)\s*\(\s*(\w+)\s*,\s*(\w+)")
@@ -39,7 +45,7 @@ def load_faults(only=""):
         if missing:
             raise FaultError(f"{path.name}: without {', '.join(sorted(missing))}")
         fault["name"] = path.stem
-        if only in path.stem:
+        if only in path.stem or only in fault["fault"]:
             faults.append(fault)
     return faults
 
@@ -80,6 +86,9 @@ def check(write):
                 yield f"{fault['name']}: no test is called {name}"
         if not fault["caught_by"]:
             yield f"{fault['name']}: caught_by is empty"
+    for folder in re.findall(r"add_subdirectory\((\w+)", (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")):
+        if folder not in FOLDERS:
+            yield f"the copy would not configure: CMakeLists.txt adds {folder}, FOLDERS does not name it"
     document = ROOT / "docs/testing.md"
     text = document.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
@@ -93,6 +102,10 @@ def check(write):
         yield "docs/testing.md: its table of planted faults differs from tests/faults (scripts/planted_faults.py --check --write)"
 
 
+def copied_files(source):
+    return sorted(path for name in FOLDERS for path in (source / name).rglob("*") if path.is_file())
+
+
 def copy_sources(target):
     """The working tree as it is, uncommitted changes included. A file that is there already stays, with its time: ninja compares times only."""
     paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()] + [ROOT / name for name in ("CMakeLists.txt", "LICENSE", "README.md")]
@@ -103,8 +116,8 @@ def copy_sources(target):
         if not copy.is_file() or not filecmp.cmp(path, copy, shallow=False):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-    for copy in target.rglob("*"):
-        if copy.is_file() and copy not in wanted:
+    for copy in copied_files(target):
+        if copy not in wanted:
             copy.unlink()
 
 
@@ -119,14 +132,14 @@ def build(folder, programs, jobs):
 
 
 def configure(source, folder):
-    result = run(["cmake", "-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DWAYBILL_CUDA=OFF", "-DWAYBILL_BUILD_TESTS=ON",
-                  "-DWAYBILL_BUILD_BENCH=OFF", "-DWAYBILL_BUILD_TOOLS=OFF"])  # fmt: skip
+    result = run(["cmake", "-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DWAYBILL_CUDA=OFF", "-DWAYBILL_DEV=ON",
+                  "-DWAYBILL_BUILD_TESTS=ON", "-DWAYBILL_BUILD_BENCH=OFF", "-DWAYBILL_BUILD_TOOLS=OFF"])  # fmt: skip
     if result.returncode != 0:
         raise FaultError(f"configuring failed: {result.stderr.strip().splitlines()[-1:]}")
 
 
 def failures_of(folder, program, names):
-    """Names of the failing tests of one program; of all its tests where names is empty."""
+    """Names of the failing tests of one program (and what else it says of its end); of all its tests where names is empty."""
     binary = next((path for path in folder.rglob(program) if path.is_file() and os.access(path, os.X_OK)), None)
     if binary is None:
         raise FaultError(f"{program} was not built")
@@ -166,27 +179,48 @@ def clean_failures(faults, folder, jobs):
     return [name for program in programs for name in failures_of(folder, program, names)]
 
 
+def digest(source):
+    """Of every file of the copy: faults are sources too, they lie in tests/faults."""
+    total = hashlib.sha256()
+    for path in copied_files(source):
+        total.update(f"{path.relative_to(source)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def load_results(path, state):
+    """By fault, in the order of the files; those of other sources are left out."""
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {fault["fault"]: saved[fault["fault"]] for fault in load_faults() if saved.get(fault["fault"], {}).get("sources") == state}
+
+
+def record(path, fault, result):
+    results = load_results(path, result["sources"])
+    results[fault["fault"]] = result
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
 def full_run(options):
     faults = load_faults(options.only)
     if not faults:
         raise FaultError(f"no fault is called {options.only}")
     folder = pathlib.Path(options.build).absolute()
     source = folder / "source"
+    build_folder = source / "build/faults"  # where a compiler cache knows the objects of the tree's own builds
     copy_sources(source)
-    configure(source, folder / "build")
-    broken = clean_failures(faults, folder / "build", options.jobs)
+    configure(source, build_folder)
+    broken = clean_failures(faults, build_folder, options.jobs)
     if broken:
         raise FaultError(f"without a fault these fail already: {', '.join(broken)}")
     print("without a fault: every test of the list passes", flush=True)
-    lines, missed = ["| fault | failing tests |", "|---|---|"], 0
+    missed, state = 0, digest(source)
     for fault in faults:
-        failing, wrong = examine(fault, source, folder / "build", options.jobs, options.every_test)
+        failing, wrong = examine(fault, source, build_folder, options.jobs, options.every_test)
         missed += 1 if wrong else 0
-        lines.append(f"| {fault['fault']} | {wrong or ', '.join(failing)} |")
         print(f"{fault['name']}: {wrong or f'caught, {len(failing)} test(s) fail'}", flush=True)
-    (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
-    print(f"planted faults: {len(faults) - missed} of {len(faults)} caught")
+        record(folder / "results.json", fault, {"sources": state, "wrong": wrong, "failing": failing})
+    results = load_results(folder / "results.json", state)
+    print("\n".join(["| fault | failing tests |", "|---|---|"] + [f"| {name} | {one['wrong'] or ', '.join(one['failing'])} |" for name, one in results.items()]))
+    print(f"planted faults: {len(faults) - missed} of {len(faults)} caught; {len(results)} of {len(load_faults())} have a result for these sources")
     return 1 if missed else 0
 
 
@@ -194,7 +228,7 @@ def main():
     parser = argparse.ArgumentParser(description="Plants known faults and confirms that tests find them.")
     parser.add_argument("--check", action="store_true", help="only whether the faults still apply and are documented")
     parser.add_argument("--write", action="store_true", help="with --check: bring the table of docs/testing.md up to date")
-    parser.add_argument("--only", default="", help="faults whose file name holds this")
+    parser.add_argument("--only", default="", help="faults whose file name or description holds this")
     parser.add_argument("--every-test", action="store_true", help="run all tests of the programs, not only those of caught_by")
     parser.add_argument("--build", default=str(ROOT / "build/faults"), help="folder of the copy and its build")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

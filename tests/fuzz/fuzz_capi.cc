@@ -221,8 +221,17 @@ wb_moe_tensors moe_tensors(Input& input, Memory& memory, const Sizes& n, const w
   return t;
 }
 
+// Widths that the recipe's blocks fit, where they were usual ones.
+void widen(Sizes& n, wb_moe_config& config) {
+  const std::int64_t block = config.recipe == WB_RECIPE_MXFP8 ? 32 : 16;
+  if (config.H == n.H) config.H = block;
+  if (config.F == n.F) config.F = block;
+  if (config.shared_F == n.F) config.shared_F = block;
+  n.H = n.F = block;
+}
+
 void fuzz_moe(Input& input, Memory& memory, wb_fabric* fabric) {
-  const Sizes n(input);
+  Sizes n(input);
   wb_moe_config config{};
   expect(wb_moe_config_init(&config, sizeof config));
   config.router = router_config(input, n);
@@ -235,8 +244,15 @@ void fuzz_moe(Input& input, Memory& memory, wb_fabric* fabric) {
   config.mode = input.pick(2);
   config.T_max = size_from(input, n.T);
   config.debug_checks = input.pick(2);
-  config.hierarchy = input.pick(3);
+  const int mix = input.take<std::uint8_t>();
+  config.hierarchy = mix % 3;
   config.overlap_shared = input.pick(2);
+  config.recipe = mix / 3 % 5;
+  if (config.recipe >= WB_RECIPE_FP8) {
+    config.scale_rule = mix / 15 % 2;
+    config.power_of_two_scales = config.stochastic_rounding = config.hadamard = mix / 30 % 2;
+    widen(n, config);
+  }
   if (input.pick(4) == 0) config.capacity_factor = input.take<float>();
   if (input.pick(4) == 0) config.force_dense_map = 1;
   if (input.pick(8) == 0) config.bias_update_rate = 0.01f;
@@ -264,6 +280,46 @@ void fuzz_moe(Input& input, Memory& memory, wb_fabric* fabric) {
   wb_moe_layer_destroy(layer);
 }
 
+// A tensor in blocks and back. Its groups are equal parts, mostly.
+void fuzz_quantize(Input& input, Memory& memory) {
+  wb_quant_config config{};
+  expect(wb_quant_config_init(&config, sizeof config));
+  config.element = input.pick(3);
+  config.scale = input.pick(4);
+  config.rule = input.pick(2);
+  config.stochastic = input.pick(2);
+  config.seed = input.take<std::uint64_t>();
+  static const std::int64_t blocks[][2] = {{1, 32}, {32, 1}, {1, 128}, {128, 1}, {128, 128}, {1, 16}, {16, 1}, {16, 16}};
+  const int form = input.pick(8);
+  config.block_rows = size_from(input, blocks[form][0]);
+  config.block_columns = size_from(input, blocks[form][1]);
+  bend_bytes(input, config);
+  const std::int64_t L = 1 + input.pick(3), S = input.pick(40), C = size_from(input, 16 * (1 + input.pick(5)));
+  const std::int64_t rows = config.block_rows > 0 ? config.block_rows : 1, columns = config.block_columns > 0 ? config.block_columns : 1;
+  std::int64_t scale_rows = 0;
+  const bool is_grouped = input.pick(2) != 0;
+  wb_tensor offsets{};
+  if (is_grouped) {
+    offsets = memory.tensor(input, WB_I32, {L + 1});
+    const bool is_plain = offsets.data != nullptr && offsets.rank == 1 && offsets.dtype == WB_I32 && offsets.shape[0] == L + 1 && offsets.stride[0] <= 1;
+    for (std::int64_t i = 0; i <= L && is_plain && i * S / L <= S; ++i) static_cast<std::int32_t*>(offsets.data)[i] = static_cast<std::int32_t>(S * i / L);
+    for (std::int64_t g = 0; g < L; ++g) scale_rows += (S * (g + 1) / L - S * g / L + rows - 1) / rows;
+  } else {
+    scale_rows = (S + rows - 1) / rows;
+  }
+  wb_quantized q{};
+  q.struct_size = sizeof q;
+  const std::int32_t code_type = config.element == 0 ? WB_F8E4M3 : config.element == 1 ? WB_F8E5M2 : WB_U8;
+  q.codes = memory.tensor(input, code_type, {S, config.element == 2 ? C / 2 : C});
+  q.scales = memory.tensor(input, config.scale == 1 || config.scale == 2 ? WB_F32 : WB_U8, {scale_rows, (C - 1) / columns + 1});
+  if (config.scale == 3) q.group_scales = memory.tensor(input, WB_F32, {is_grouped ? L : 1});
+  const wb_tensor x = memory.tensor(input, input.pick(3) == 0 ? WB_BF16 : WB_F32, {S, C}), y = memory.tensor(input, WB_F32, {S, C});
+  const wb_stream stream = stream_from(input);
+  const wb_tensor* groups = is_grouped ? &offsets : nullptr;
+  if (input.pick(4) != 0) expect(wb_quantize(&config, &x, groups, &q, &stream));
+  expect(wb_dequantize(&config, &q, groups, &y, &stream));
+}
+
 // What needs no tensors.
 void fuzz_small(Input& input, Memory& memory) {
   wb_group* group = nullptr;
@@ -289,7 +345,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   wb_fabric* fabric = nullptr;
   expect(wb_group_create(1, 10000, 0, &group));
   expect(wb_group_fabric(group, 0, &fabric));
-  switch (input.pick(6)) {
+  const int part = input.take<std::uint8_t>();
+  switch (part < 216 ? part % 6 : 6) {
     case 0:
       fuzz_route(input, memory);
       break;
@@ -304,6 +361,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       break;
     case 4:
       fuzz_moe(input, memory, fabric);
+      break;
+    case 6:
+      fuzz_quantize(input, memory);
       break;
     default:
       fuzz_small(input, memory);

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A checkpoint folder with one part replaced by the fuzzer: the index as text, its body behind a right checksum, single values of a
-// good body, the data file, `latest`. Either an Error with a text, and then no tensor has changed, or every byte loaded is the saved one.
+// good body, the data file, `latest`. Either an Error with a text, and then no tensor has changed, or every byte loaded is the saved one and
+// `waybill inspect checkpoint` finds nothing wrong. Or the lock of a run that is in use, with any text in it. The good run trains in a recipe.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -56,6 +61,7 @@ struct Good {
   std::vector<json::json_pointer> places;  // every value of the body
 
   Good() {
+    config.layer.moe.recipe.kind = Recipe::kNVFP4;
     resolve(config);
     saved.fill(3);
     CheckpointInfo info;
@@ -156,6 +162,37 @@ void load(Good& good) {
     return;
   }
   if (!(tensors == good.saved)) std::abort();
+  const CheckpointContents contents = verify_checkpoint(latest_checkpoint(good.checkpoints));
+  if (contents.bytes != 92 || contents.info.step != 3) std::abort();
+}
+
+// What `waybill inspect checkpoint` does.
+void inspect(const Good& good) {
+  try {
+    (void)verify_checkpoint(good.step);
+  } catch (const Error& error) {
+    if (error.what()[0] == '\0' || error.code() == ErrorCode::kInternal) std::abort();
+  }
+}
+
+// A second process is refused in one printable line, whatever the first one wrote; without a holder the text is in nobody's way.
+void take_lock(const Good& good, const std::string& text) {
+  const std::string path = lock_path(good.folder.path());
+  fuzz::write_file(path, text);
+  const int holder = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (holder < 0 || flock(holder, LOCK_EX | LOCK_NB) != 0) std::abort();
+  try {
+    const auto lock = lock_run_folder(good.folder.path());
+    std::abort();
+  } catch (const Error& error) {
+    const std::string line = error.what();
+    if (line.find("is in use by ") == std::string::npos ||
+        std::any_of(line.begin(), line.end(), [](char c) { return static_cast<unsigned char>(c) < ' ' || c == 127; }))
+      std::abort();
+  }
+  close(holder);
+  { const auto lock = lock_run_folder(good.folder.path()); }
+  if (std::filesystem::exists(path)) std::abort();
 }
 
 }  // namespace
@@ -167,7 +204,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* bytes, std::size_t siz
   const std::string* original = &good.index;
   const std::string latest = std::string(kStep) + "\n";
   std::string text;
-  switch (input.pick(5)) {
+  const int part = input.take<std::uint8_t>();
+  if (part >= 240) {
+    take_lock(good, input.rest());
+    return 0;
+  }
+  switch (part % 5) {
     case 0:
       text = input.rest();
       break;
@@ -190,6 +232,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* bytes, std::size_t siz
       text = input.rest();
   }
   fuzz::write_file(file, text);
+  inspect(good);
   load(good);
   fuzz::write_file(file, *original);
   return 0;
