@@ -212,28 +212,35 @@ class Task {
       const std::int64_t next_n = block_ends ? 0 : n + kernels_.tile_columns, next_k = block_ends ? block.k + block.depth : block.k;
       for (std::int64_t m = 0, i = 0; m < rows_; m += kernels_.tile_rows, ++i) {
         const bool panel_ends = m + kernels_.tile_rows >= rows_;
+        const PrefetchRun next = has_next ? pack_b.prefetch(n_ + next_n, next_k, block.depth, i) : nothing(panel);
         run_tile(block, m, n, panel, panel_ends ? -m : kernels_.tile_rows, panel_ends ? kernels_.tile_columns : 0,
-                 has_next ? pack_b.prefetch(n_ + next_n, next_k, block.depth, i) : nothing(panel));
+                 &next);
       }
     }
   }
 
-  // Short sums over a large output (the weight gradient of a small group): the output is what moves, so tiles follow its rows, and all of b
-  // is packed before.
+  // Short sums over a large output (the weight gradient of a small group): the output is what moves, so tiles follow its rows, all of b is
+  // packed before, and each step of k asks for a line of the next tile's output: all of them at once would hold up the reads of a and b.
   void multiply_rows(const Block& block, const Packer& pack_b) const {
     pack_b.pack(n_, columns_, block.k, block.depth, block.b);
     for (std::int64_t m = 0; m < rows_; m += kernels_.tile_rows) {
       for (std::int64_t n = 0; n < columns_; n += kernels_.tile_columns) {
         const Panel panel{block.b + n * block.depth, kernels_.tile_columns};
         const bool row_ends = n + kernels_.tile_columns >= columns_;
-        run_tile(block, m, n, panel, row_ends ? kernels_.tile_rows : 0, row_ends ? -n : kernels_.tile_columns, nothing(panel));
+        run_tile(block, m, n, panel, row_ends ? kernels_.tile_rows : 0, row_ends ? -n : kernels_.tile_columns, nullptr);
       }
     }
   }
 
+  // The lines of a tile of the output, a column of lines after the other; a long sum goes on to the tiles behind it.
+  PrefetchRun output_lines(const float* c, std::int64_t stride) const {
+    const std::int64_t fours = ceil_div(kernels_.tile_rows, 4), step = stride * 4;
+    return {reinterpret_cast<const char*>(c), step, 64 - 4 * fours * step, fours, fours};
+  }
+
   // Full fp32 tiles without a bias end in c; others pass through finish(). Sums that span depth blocks wait in `sums`, or in c where nothing
-  // else is kept there. The next tile lies `down` rows and `right` columns away.
-  void run_tile(const Block& block, std::int64_t m, std::int64_t n, const Panel& panel, std::int64_t down, std::int64_t right, const PrefetchRun& next) const {
+  // else is kept there. The next tile lies `down` rows and `right` columns away; next = null: its output is what the steps of k ask for.
+  void run_tile(const Block& block, std::int64_t m, std::int64_t n, const Panel& panel, std::int64_t down, std::int64_t right, const PrefetchRun* next) const {
     const std::int64_t width = std::min<std::int64_t>(kernels_.tile_columns, columns_ - n);
     const int height = static_cast<int>(std::min<std::int64_t>(kernels_.tile_rows, rows_ - m));
     const bool ends_in_c = block.direct && width == kernels_.tile_columns;
@@ -248,6 +255,7 @@ class Task {
     const bool to_c = stays_in_c || (block.last && ends_in_c);
     float* target = to_c ? c : sums;
     const std::int64_t target_stride = to_c ? batch_.c_stride : sums_stride;
+    const float* next_target = target + down * target_stride + right;
     const TileArgs args{block.depth,
                         block.a + m * block.depth,
                         panel.b,
@@ -257,8 +265,8 @@ class Task {
                         target,
                         target_stride,
                         to_c && !stays_in_c,
-                        target + down * target_stride + right,
-                        next};
+                        next == nullptr ? target : next_target,
+                        next == nullptr ? output_lines(next_target, target_stride) : *next};
     kernels_.tile[height](args);
     if (block.last && !ends_in_c) finish(sums, sums_stride, m, height, n, width);
   }
