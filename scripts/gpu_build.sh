@@ -20,12 +20,14 @@ core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/imple
   src/core/thread_pool.cc src/core/workspace.cc $(ls src/core/cuda/*.cc) tests/cuda/device_random.cu"
 router="src/route/route.cc $(ls src/ops/router/*.cc src/ops/router/cuda/*.cc src/ops/router/cuda/*.cu)"
 fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc) $(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
+exchange="$fabric $(ls src/route/*.cc src/exchange/*.cc src/exchange/cuda/*.cc src/exchange/cuda/*.cu)"
 gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu) tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
 declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
+  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"

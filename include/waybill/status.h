@@ -16,6 +16,7 @@ enum StatusFlag : std::uint32_t {
   kStatusBadId = 1u << 2,         // an id outside [-1, E) was met (it is ignored)
   kStatusTimeout = 1u << 3,       // a cross-rank wait ran out
   kStatusBadOffsets = 1u << 4,    // grouped GEMM offsets decrease or pass the row count
+  kStatusDuplicateId = 1u << 5,   // GPU exchange: a token names an expert twice; its sums are not to be used
 };
 
 // Plain data, the same layout on host and device. Flags are OR-ed and stay until clear(); demands keep their maximum.

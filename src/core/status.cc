@@ -36,6 +36,7 @@ std::string describe(const StatusWord& status) {
     add(fmt::format("timeout: rank {} waited for rank {} in phase {}, expected {}, saw {}", status.timeout_rank, status.timeout_peer, status.timeout_phase,
                     status.timeout_expected, status.timeout_seen));
   }
+  if ((status.flags & kStatusDuplicateId) != 0) add("a token names an expert twice");
   if ((status.flags & kStatusBadOffsets) != 0) add("grouped GEMM offsets decrease or pass the number of rows");
   if (status.num_bad_ids > 0 || (status.flags & kStatusBadId) != 0) add(fmt::format("{} ids outside [-1, E) ignored", status.num_bad_ids));
   if (status.num_nonfinite_rows > 0) add(fmt::format("{} rows with NaN or Inf logits", status.num_nonfinite_rows));

@@ -15,15 +15,15 @@
 
 namespace waybill::cuda {
 
-__device__ __forceinline__ void record_wait_error(const DevPeers& p, std::uint32_t state, int phase, int peer, std::uint32_t expected, std::uint32_t seen) {
-  DeviceWaitError& error = p.control(p.rank)->error;
+__device__ __forceinline__ void record_wait_error(const DevPeers& p, int rank, std::uint32_t state, int phase, int peer, std::uint32_t expected, std::uint32_t seen) {
+  DeviceWaitError& error = p.control(rank)->error;
   if (atomicCAS(&error.state, 0u, state) != 0u) return;
-  error.phase = phase, error.rank = p.rank, error.peer = peer, error.expected = expected, error.seen = seen;
+  error.phase = phase, error.rank = rank, error.peer = peer, error.expected = expected, error.seen = seen;
   for (int other = 0; state == 1 && other < p.size; ++other) ptx::st_release_sys(&p.control(other)->poison, 1u);
 }
 
-// True when flag reaches `expected`.
-__device__ __forceinline__ bool wait_for_peer(const DevPeers& p, const std::uint32_t* flag, std::uint32_t expected, int peer, int phase) {
+// True when flag reaches `expected`. `rank` waits; p.rank is not read, so that one table serves all ranks of a launch.
+__device__ __forceinline__ bool wait_for_peer(const DevPeers& p, int rank, const std::uint32_t* flag, std::uint32_t expected, int peer, int phase) {
   std::uint64_t begin = 0;
   for (std::uint32_t spins = 1;; ++spins) {
     const std::uint32_t seen = ptx::ld_acquire_sys(flag);
@@ -31,9 +31,9 @@ __device__ __forceinline__ bool wait_for_peer(const DevPeers& p, const std::uint
     if ((spins & 63u) != 0) continue;
     const std::uint64_t now = ptx::global_timer_ns();
     begin = begin == 0 ? now : begin;
-    const bool poisoned = ptx::ld_acquire_sys(&p.control(p.rank)->poison) != 0;
+    const bool poisoned = ptx::ld_acquire_sys(&p.control(rank)->poison) != 0;
     if (!poisoned && now - begin < p.timeout_ns) continue;
-    record_wait_error(p, poisoned ? 2u : 1u, phase, peer, expected, seen);
+    record_wait_error(p, rank, poisoned ? 2u : 1u, phase, peer, expected, seen);
     return false;
   }
 }
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool device_barrier(const DevPeers& p, int cta, int p
     ptx::st_release_sys(&p.control(peer)->flag[cta][p.rank], expected);
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < p.size && ok; peer += static_cast<int>(blockDim.x)) {
-    ok = wait_for_peer(p, &own->flag[cta][peer], expected, peer, phase);
+    ok = wait_for_peer(p, p.rank, &own->flag[cta][peer], expected, peer, phase);
   }
   ok = __syncthreads_and(ok ? 1 : 0) != 0;
   if (threadIdx.x == 0) own->epoch[cta] = expected;

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/cuda/device_exchange.h"
+
+#include <algorithm>
+
+#include "core/cuda/cuda_error.h"
+#include "exchange/cuda/exchange_shape.h"
+
+namespace waybill::cuda {
+
+std::size_t dispatch_bulk_smem(const DispatchArgs& args, int D, int warps);  // dispatch_bulk.cu
+
+namespace {
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+DeviceBuffer upload_table(const std::int32_t* table, std::int64_t E, int device) {
+  if (table == nullptr) return {};
+  const DeviceGuard guard(device);
+  DeviceBuffer buffer(static_cast<std::size_t>(E) * 4, device);
+  buffer.upload(table, buffer.bytes());
+  WB_TRY_CUDA(cudaStreamSynchronize(nullptr));
+  return buffer;
+}
+
+void check_rows(const char* what, std::span<const DeviceRows> rows, int count, std::int64_t columns, std::size_t element) {
+  WB_CHECK(rows.size() == static_cast<std::size_t>(count), "{}: {} ranks of this launch, got {} tensors", what, count, rows.size());
+  for (const DeviceRows& r : rows) {
+    const std::int64_t stride = r.stride == 0 ? columns : r.stride;
+    WB_CHECK(stride >= columns && stride == (rows[0].stride == 0 ? columns : rows[0].stride),
+             "{}: rows of {} elements need one stride of at least that on all ranks of the launch, got {}", what, columns, stride);
+    WB_CHECK(static_cast<std::size_t>(stride) * element % 16 == 0 && reinterpret_cast<std::uintptr_t>(r.data) % 16 == 0,
+             "{}: rows must start at multiples of 16 bytes, got address {} and {} bytes a row", what, r.data, static_cast<std::size_t>(stride) * element);
+  }
+}
+
+}  // namespace
+
+DeviceExchange::DeviceExchange(const ExchangeConfig& config, const ExpertPlacement& placement, const LocalRanks& ranks, int device,
+                               const ExchangeWindows& windows, const ExchangeTuning& tuning)
+    : config_(config), device_(device), tuning_(tuning) {
+  const int P = ranks.table.size;
+  check_device_config(config, P);
+  validate(placement);
+  WB_CHECK(placement.E == config.E && placement.P == P, "exchange: the placement is for E = {}, P = {}, the exchange has E = {}, P = {}", placement.E,
+           placement.P, config.E, P);
+  WB_CHECK(ranks.count >= 1, "exchange: a launch stands for at least one rank, got {}", ranks.count);
+  budget_ = receive_budget(config, P);
+  num_sms_ = attribute(cudaDevAttrMultiProcessorCount, device), max_smem_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  compute_major_ = attribute(cudaDevAttrComputeCapabilityMajor, device);
+  params_.ranks = ranks;
+  ExchangeShape& s = params_.shape;
+  s = make_shape(config, P);
+  handle_bytes_ = lay_out_handle(s);
+  s.control = windows.control, s.counts = windows.counts, s.row_meta = windows.row_meta, s.slot_ids = windows.slot_ids;
+  s.slot_weights = windows.slot_weights, s.slot_values = windows.slot_values, s.tile_counts = windows.tile_counts, s.expert_tiles = windows.expert_tiles;
+  rank_table_ = upload_table(placement.rank_table, placement.E, device), local_table_ = upload_table(placement.local_table, placement.E, device);
+  s.rank_table = rank_table_.as<std::int32_t>(), s.local_table = local_table_.as<std::int32_t>();
+  for (int i = 0; i < ranks.count; ++i) {
+    status_.emplace_back(device);
+    params_.call[i].status = status_.back().device_ptr();
+  }
+  reset();
+}
+
+void DeviceExchange::reset() const {
+  const DeviceGuard guard(device_);
+  WB_TRY_CUDA(cudaDeviceSynchronize());
+  for (int i = 0; i < params_.ranks.count; ++i) {
+    WB_TRY_CUDA(cudaMemset(params_.ranks.table.base[params_.ranks.rank[i]] + params_.shape.control, 0, sizeof(ExchangeControl)));
+  }
+  WB_TRY_CUDA(cudaDeviceSynchronize());
+}
+
+DeviceHandle DeviceExchange::make_handle() const {
+  DeviceHandle handle;
+  const DeviceGuard guard(device_);
+  for (int i = 0; i < num_ranks(); ++i) {
+    handle.memory_.emplace_back(handle_bytes_, device_);
+    WB_TRY_CUDA(cudaMemset(handle.memory_.back().data(), 0, sizeof(HandleHeader)));  // invalid until plan() has run
+  }
+  WB_TRY_CUDA(cudaDeviceSynchronize());
+  handle.T_.assign(handle.memory_.size(), 0);
+  return handle;
+}
+
+ExchangeParams DeviceExchange::with(const DeviceHandle& handle) const {
+  WB_CHECK(handle.memory_.size() == static_cast<std::size_t>(num_ranks()), "exchange: the handle is for {} ranks, the launch has {}", handle.memory_.size(),
+           num_ranks());
+  ExchangeParams q = params_;
+  for (int i = 0; i < num_ranks(); ++i) {
+    q.call[i].handle = handle.memory_[static_cast<std::size_t>(i)].as<unsigned char>();
+    q.call[i].T = static_cast<std::int32_t>(handle.T_[static_cast<std::size_t>(i)]);
+  }
+  return q;
+}
+
+// CTAs a rank of a kernel whose CTAs wait for peers: all of them must be resident together.
+int DeviceExchange::spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const {
+  const DeviceGuard guard(device_);
+  if (smem > 48 * 1024) WB_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
+  int blocks = 0;
+  WB_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, smem));
+  const int ctas = std::min(wanted, blocks * num_sms_ / num_ranks());
+  WB_CHECK(ctas >= 1, "{} ranks wait for each other on cuda:{}, which holds {} CTAs of {} threads at a time", num_ranks(), device_, blocks * num_sms_, threads);
+  return ctas;
+}
+
+int DeviceExchange::local_ctas() const {
+  const int all = tuning_.local_ctas > 0 ? tuning_.local_ctas : 2 * num_sms_;
+  return std::max(1, all / num_ranks());
+}
+
+RowType DeviceExchange::row_type(const char* what, DType dtype) const {
+  WB_CHECK(dtype == DType::kF32 || dtype == DType::kBF16, "{} must be f32 or bf16, got {}", what, to_string(dtype));
+  return dtype == DType::kF32 ? RowType::kF32 : RowType::kBF16;
+}
+
+void DeviceExchange::plan(DeviceHandle& handle, std::span<const DeviceRoute> routes, cudaStream_t stream) const {
+  WB_CHECK(routes.size() == static_cast<std::size_t>(num_ranks()), "plan: {} ranks of this launch, got {} routes", num_ranks(), routes.size());
+  std::int64_t most = 0;
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    WB_CHECK(routes[i].T >= 0 && routes[i].T <= config_.T_max, "plan: T = {} tokens on rank {} are outside [0, T_max = {}]", routes[i].T,
+             rank(static_cast<int>(i)), config_.T_max);
+    WB_CHECK(routes[i].T == 0 || (routes[i].ids != nullptr && routes[i].weights != nullptr), "plan: rank {} brings {} tokens and no ids or weights",
+             rank(static_cast<int>(i)), routes[i].T);
+    most = std::max(most, routes[i].T);
+  }
+  for (std::size_t i = 0; i < routes.size(); ++i) handle.T_.at(i) = routes[i].T;
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < routes.size(); ++i) q.call[i].a = routes[i].ids, q.call[i].b = routes[i].weights;
+  const int tiles = std::max(1, static_cast<int>((most + kPlanTile - 1) / kPlanTile));
+  launch_plan_count(q, tiles, tuning_.overlap_launches, stream);
+  check_launch("exchange_plan_count");
+  launch_plan_fill(q, tiles, tuning_.overlap_launches, stream);
+  check_launch("exchange_plan_fill");
+}
+
+void DeviceExchange::layout(const DeviceHandle& handle, cudaStream_t stream) const {
+  const ExchangeParams q = with(handle);
+  launch_layout_count(q, tuning_.overlap_launches, stream);
+  check_launch("exchange_layout_count");
+  launch_layout_scan(q, tuning_.overlap_launches, stream);
+  check_launch("exchange_layout_scan");
+  launch_layout_scatter(q, tuning_.overlap_launches, stream);
+  check_launch("exchange_layout_scatter");
+}
+
+DispatchArgs DeviceExchange::dispatch_args(DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales) const {
+  const std::size_t element = size_bytes(dtype);
+  WB_CHECK(dtype == DType::kF32 || dtype == DType::kBF16 || element == 1, "dispatch: rows must be f32, bf16 or f8, got {}", to_string(dtype));
+  const std::int64_t bytes = config_.H * static_cast<std::int64_t>(element);
+  WB_CHECK(bytes % 16 == 0 && bytes <= 1 << 20, "dispatch: rows of {} bytes (H = {} {}) are not multiples of 16 up to 1 MiB", bytes, config_.H, to_string(dtype));
+  check_rows("dispatch: x", x, num_ranks(), config_.H, element);
+  DispatchArgs args{};
+  args.part[0] = RowPart{window, (x[0].stride == 0 ? config_.H : x[0].stride) * static_cast<std::int64_t>(element), static_cast<std::int32_t>(bytes), 0};
+  if (scales.bytes > 0) {
+    WB_CHECK(scales.bytes % 16 == 0 && scales.bytes <= 4096, "dispatch: rows of scales have {} bytes; multiples of 16 up to 4096 are taken", scales.bytes);
+    check_rows("dispatch: scales", scales.rows, num_ranks(), scales.bytes, 1);
+    args.part[1] = RowPart{scales.window, scales.rows[0].stride == 0 ? scales.bytes : scales.rows[0].stride, static_cast<std::int32_t>(scales.bytes), 0};
+  }
+  return args;
+}
+
+void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
+                              cudaStream_t stream) const {
+  dispatch(handle, dtype, x, window, Scales{}, after_plan, stream);
+}
+
+void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales,
+                              bool after_plan, cudaStream_t stream) const {
+  DispatchArgs args = dispatch_args(dtype, x, window, scales);
+  args.handshake = after_plan ? 0 : 1;
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data, q.call[i].b = scales.bytes > 0 ? scales.rows[i].data : nullptr;
+  const bool bulk = tuning_.dispatch == DispatchPath::kBulk || (tuning_.dispatch == DispatchPath::kAuto && compute_major_ >= 9);
+  if (!bulk) {
+    launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, tuning_.dispatch_ctas), tuning_.overlap_launches, stream);
+    return check_launch("exchange_dispatch_push");
+  }
+  // Rows in as few pieces as buffers of 8 KB allow; about 128 KB in flight a CTA.
+  const int most = tuning_.bulk_chunk_bytes > 0 ? tuning_.bulk_chunk_bytes : 8192, bytes = args.part[0].bytes;
+  args.chunks = (bytes + most - 1) / most;
+  args.chunk_bytes = ((bytes + args.chunks - 1) / args.chunks + 15) / 16 * 16;
+  args.stages = tuning_.bulk_stages > 0 ? tuning_.bulk_stages : 4;
+  int warps = tuning_.bulk_warps > 0 ? tuning_.bulk_warps : std::clamp(32768 / args.chunk_bytes, 4, 16);
+  const auto room = static_cast<std::size_t>(max_smem_ - 4096);
+  while (warps > 1 && dispatch_bulk_smem(args, q.shape.D, warps) > room) --warps;
+  const std::size_t smem = dispatch_bulk_smem(args, q.shape.D, warps);
+  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, tuning_.dispatch_ctas), warps, tuning_.overlap_launches, stream);
+  check_launch("exchange_dispatch_bulk");
+}
+
+void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const {
+  const std::vector<DeviceRows> rows(static_cast<std::size_t>(num_ranks()));
+  const DispatchArgs args = dispatch_args(dtype, rows, window, Scales{});
+  launch_dispatch_pull(with(handle), args, x_window, spinning_ctas(dispatch_pull_kernel(), kRowThreads, 0, tuning_.dispatch_ctas), tuning_.overlap_launches,
+                       stream);
+  check_launch("exchange_dispatch_pull");
+}
+
+DType DeviceExchange::wire() const { return config_.combine_wire == CombineWire::kBF16 && params_.shape.P > 1 ? DType::kBF16 : DType::kF32; }
+
+void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream) const {
+  const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", wire());
+  check_rows("combine: out", out, num_ranks(), config_.H, size_bytes(out_dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
+  const CombineArgs args{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0};
+  const int ctas = spinning_ctas(combine_pull_kernel(from, to), kRowThreads, 0, tuning_.combine_ctas);
+  launch_combine_pull(q, args, from, to, ctas, tuning_.overlap_launches, stream);
+  check_launch("exchange_combine_pull");
+}
+
+void DeviceExchange::combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
+                                  cudaStream_t stream) const {
+  const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", wire());
+  check_rows("combine: out", out, num_ranks(), config_.H, size_bytes(out_dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
+  const CombineArgs args{window, slots, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 1};
+  launch_combine_push(q, args, from, spinning_ctas(combine_push_kernel(from), kRowThreads, 0, tuning_.combine_ctas), tuning_.overlap_launches, stream);
+  check_launch("exchange_combine_push");
+  launch_combine_pull(q, args, from, to, local_ctas(), tuning_.overlap_launches, stream);
+  check_launch("exchange_combine_pull");
+}
+
+void DeviceExchange::return_slot_values(const DeviceHandle& handle, std::span<const DeviceRoute> routes, std::span<const float* const> values,
+                                        std::span<float* const> d_weights, cudaStream_t stream) const {
+  const auto count = static_cast<std::size_t>(num_ranks());
+  WB_CHECK(routes.size() == count && values.size() == count && d_weights.size() == count,
+           "return_slot_values: {} ranks of this launch, got {} routes, {} values, {} d_weights", count, routes.size(), values.size(), d_weights.size());
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < count; ++i) q.call[i].a = values[i];
+  launch_slot_values_gather(q, tuning_.overlap_launches, stream);
+  check_launch("exchange_slot_values_gather");
+  for (std::size_t i = 0; i < count; ++i) {
+    WB_CHECK(routes[i].T == q.call[i].T, "return_slot_values: the plan was made for T = {} tokens, the route has {}", q.call[i].T, routes[i].T);
+    q.call[i].a = routes[i].ids, q.call[i].c = d_weights[i];
+  }
+  const int ctas = spinning_ctas(slot_values_return_kernel(q.shape.id_bytes), kRowThreads, 0, tuning_.combine_ctas);
+  launch_slot_values_return(q, ctas, tuning_.overlap_launches, stream);
+  check_launch("exchange_slot_values_return");
+}
+
+void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
+                             cudaStream_t stream) const {
+  check_rows("permute: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("permute: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
+  const RowsArgs args{rows[0].stride == 0 ? config_.H : rows[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0};
+  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), local_ctas(), tuning_.overlap_launches, stream);
+  check_launch("exchange_permute");
+}
+
+void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype,
+                                      std::span<const DeviceRows> z, bool z_in_window, cudaStream_t stream) const {
+  const RowType from = row_type("unpermute_reduce: y", dtype), to = row_type("unpermute_reduce: z", z_dtype);
+  check_rows("unpermute_reduce: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("unpermute_reduce: z", z, num_ranks(), config_.H, size_bytes(z_dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = z[i].data;
+  const RowsArgs args{z[0].stride == 0 ? config_.H : z[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H),
+                      weighted ? 1 : 0, z_in_window ? 1 : 0};
+  launch_unpermute_reduce(q, args, from, to, local_ctas(), tuning_.overlap_launches, stream);
+  check_launch("exchange_unpermute_reduce");
+}
+
+void DeviceExchange::unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype,
+                                        std::span<const DeviceRows> dz, std::span<const DeviceRows> dy, std::span<float* const> d_weights,
+                                        cudaStream_t stream) const {
+  const RowType from = row_type("unpermute_backward: y", dtype), gradient = row_type("unpermute_backward: dz", dz_dtype);
+  const auto count = static_cast<std::size_t>(num_ranks());
+  WB_CHECK(d_weights.empty() || d_weights.size() == count, "unpermute_backward: {} ranks of this launch, got {} d_weights", count, d_weights.size());
+  check_rows("unpermute_backward: dz", dz, num_ranks(), config_.H, size_bytes(dz_dtype));
+  check_rows("unpermute_backward: dy", dy, num_ranks(), config_.H, size_bytes(dtype));
+  if (!d_weights.empty()) check_rows("unpermute_backward: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < count; ++i) {
+    q.call[i].a = d_weights.empty() ? nullptr : y[i].data, q.call[i].b = dz[i].data, q.call[i].c = dy[i].data;
+    q.call[i].d = d_weights.empty() ? nullptr : d_weights[i];
+  }
+  const RowsArgs args{dz[0].stride == 0 ? config_.H : dz[0].stride, dy[0].stride == 0 ? config_.H : dy[0].stride, static_cast<std::int32_t>(config_.H),
+                      weighted ? 1 : 0, 0};
+  launch_unpermute_backward(q, args, from, gradient, local_ctas(), tuning_.overlap_launches, stream);
+  check_launch("exchange_unpermute_backward");
+}
+
+template <class T>
+const T* DeviceExchange::part(const DeviceHandle& handle, int index, std::uint64_t offset) const {
+  return reinterpret_cast<const T*>(handle.memory_.at(static_cast<std::size_t>(index)).as<unsigned char>() + offset);
+}
+const std::int32_t* DeviceExchange::expert_offsets(const DeviceHandle& handle, int index) const {
+  return part<std::int32_t>(handle, index, params_.shape.h_expert_offsets);
+}
+const std::int32_t* DeviceExchange::expert_counts(const DeviceHandle& handle, int index) const {
+  return part<std::int32_t>(handle, index, params_.shape.h_expert_counts);
+}
+const std::int32_t* DeviceExchange::slot_rows(const DeviceHandle& handle, int index) const {
+  return part<std::int32_t>(handle, index, params_.shape.h_slot_row);
+}
+const float* DeviceExchange::slot_weights(const DeviceHandle& handle, int index) const { return part<float>(handle, index, params_.shape.h_slot_weight); }
+
+HostHandle DeviceExchange::read(const DeviceHandle& handle, int index, cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
+  const ExchangeShape& s = params_.shape;
+  WB_TRY_CUDA(cudaStreamSynchronize(stream));
+  const auto download = [&](void* to, std::uint64_t offset, std::size_t bytes) {
+    if (bytes > 0) WB_TRY_CUDA(cudaMemcpy(to, part<unsigned char>(handle, index, offset), bytes, cudaMemcpyDeviceToHost));
+  };
+  const auto ints = [&](std::uint64_t offset, std::int64_t count) {
+    std::vector<std::int32_t> values(static_cast<std::size_t>(count));
+    download(values.data(), offset, values.size() * 4);
+    return values;
+  };
+  const auto wide = [&](std::uint64_t offset, std::int64_t count) {
+    const std::vector<std::int32_t> values = ints(offset, count);
+    return std::vector<std::int64_t>(values.begin(), values.end());
+  };
+  HandleHeader header;
+  download(&header, 0, sizeof(header));
+  HostHandle host;
+  host.valid = header.valid != 0, host.max_slot_demand = header.max_slot_demand, host.max_row_demand = header.max_row_demand;
+  host.layout.P = s.P, host.layout.L = s.L;
+  host.entries.resize(static_cast<std::size_t>(handle.T_.at(static_cast<std::size_t>(index)) * s.D));
+  if (!host.valid) {
+    host.layout.row_offsets.assign(static_cast<std::size_t>(s.P) + 1, 0), host.layout.row_slot_offsets = {0};
+    host.layout.expert_offsets.assign(static_cast<std::size_t>(s.L) + 1, 0), host.layout.expert_counts.assign(static_cast<std::size_t>(s.L), 0);
+    return host;
+  }
+  download(host.entries.data(), s.h_entries, host.entries.size() * sizeof(RowEntry));
+  host.layout.row_offsets = wide(s.h_row_offsets, s.P + 1), host.layout.row_slot_offsets = wide(s.h_row_slot_offsets, header.R + 1);
+  host.layout.slot_position = wide(s.h_slot_position, header.S);
+  host.layout.expert_offsets = ints(s.h_expert_offsets, s.L + 1), host.layout.expert_counts = ints(s.h_expert_counts, s.L);
+  host.layout.slot_row = ints(s.h_slot_row, header.S_padded);
+  host.layout.slot_weight.resize(static_cast<std::size_t>(header.S_padded));
+  download(host.layout.slot_weight.data(), s.h_slot_weight, host.layout.slot_weight.size() * 4);
+  return host;
+}
+
+StatusWord DeviceExchange::status(int index, cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
+  return status_.at(static_cast<std::size_t>(index)).read(stream);
+}
+
+void DeviceExchange::clear_status(cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
+  for (const DeviceStatus& status : status_) status.clear(stream);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dispatch and combine on GPUs: the contract of waybill/exchange.h with device memory, no host wait and fixed budgets. One object serves
+// the ranks that one launch stands for: all virtual ranks of a GPU (cuda_local), or the one rank of a process (windows of other processes).
+//
+// Every call queues work on `stream` and returns. All ranks of the group make the same calls in the same order; calls on one handle's
+// windows must be ordered on the stream. Everything can be captured in a graph; what changes between replays is the contents of the routes
+// and rows. Results are bit-equal on repeat and equal to the CPU engine's: the same rows, the same layout, the same order of sums.
+//
+//   plan(handle, routes)             counts, ids and weights cross the links; offsets and the verdict of the budgets
+//   layout(handle)                   expert order of what arrived
+//   dispatch(handle, x, window)      rows to their final place; returns (on the stream) when the peers' rows are here
+//   permute(handle, rows, y), unpermute_reduce(handle, y, z), unpermute_backward(...)   between rows and expert order
+//   combine(handle, window, out)     partials of all ranks added in rank order
+//   return_slot_values(handle, ...)  per-slot scalars back to [T, K]
+// The gradient of dispatch is combine, the gradient of combine is dispatch, with the same handle.
+//
+// Faults: an exceeded budget (on any rank) makes the handle invalid on every rank: nothing moves, R = S = 0, out = 0, and the status word of
+// the rank that was exceeded holds demand and capacity. A peer that does not come ends in kStatusTimeout on every rank; reset() then starts
+// the group anew. A token that names an expert twice sets kStatusDuplicateId. Bad arguments throw before anything is queued.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/cuda/device_buffer.h"
+#include "core/cuda/status_device.h"
+#include "exchange/cuda/exchange_kernels.h"
+#include "exchange/cuda/tuning.h"
+#include "waybill/exchange.h"
+
+namespace waybill::cuda {
+
+// Books `bytes` at one offset of every arena of the group.
+using BookWindow = std::function<std::uint64_t(const std::string& name, std::size_t bytes)>;
+
+// Offsets that the ranks of a group share; booked once for any number of DeviceExchange objects with the same config.
+struct ExchangeWindows {
+  std::uint64_t control = 0, counts = 0, row_meta = 0, slot_ids = 0, slot_weights = 0, slot_values = 0, tile_counts = 0, expert_tiles = 0;
+};
+
+// Bytes of all of them, for sizing an arena (without row windows), and of a row window.
+std::size_t exchange_window_bytes(const ExchangeConfig& config, int P);
+std::size_t row_window_bytes(const ExchangeConfig& config, int P, std::size_t row_bytes);   // row_budget rows
+std::size_t slot_window_bytes(const ExchangeConfig& config, int P, std::size_t row_bytes);  // push combine: T_max * min(P, K) rows
+ExchangeWindows book_exchange_windows(const ExchangeConfig& config, int P, const BookWindow& book);
+
+// A rank's route in device memory. ids [T, K] int16 (int32 where route_id_dtype(E) says so), weights [T, K] f32.
+struct DeviceRoute {
+  const void* ids = nullptr;
+  const float* weights = nullptr;
+  std::int64_t T = 0;
+};
+
+// Rows in device memory: [rows, columns] with 16-byte aligned rows and contiguous columns.
+struct DeviceRows {
+  void* data = nullptr;
+  std::int64_t stride = 0;  // elements; 0 = columns
+};
+
+// What plan and layout leave behind on one rank, copied to the host (tests, eager callers). Waits for the stream.
+struct HostHandle {
+  bool valid = false;
+  std::int64_t max_slot_demand = 0, max_row_demand = 0;
+  ReceiveLayout layout;
+  std::vector<RowEntry> entries;  // [T, D]
+};
+
+// The plans of the launch's ranks: owned device memory, sized by the budgets. Kept until the backward pass has used them.
+class DeviceHandle {
+ public:
+  DeviceHandle() = default;
+
+ private:
+  friend class DeviceExchange;
+  std::vector<DeviceBuffer> memory_;  // [ranks of the launch]
+  std::vector<std::int64_t> T_;
+};
+
+class DeviceExchange {
+ public:
+  // config.T_max must be given; H a multiple of 8. ranks: those of this launch, all on `device`. Refuses with the values: what
+  // validate(config) refuses, K > 128, budgets past 2^31 - 1, hierarchy two_level (flat only), a launch that the GPU cannot hold.
+  DeviceExchange(const ExchangeConfig& config, const ExpertPlacement& placement, const LocalRanks& ranks, int device, const ExchangeWindows& windows,
+                 const ExchangeTuning& tuning = {});
+
+  const ExchangeConfig& config() const { return config_; }
+  ReceiveBudget budget() const { return budget_; }
+  int num_ranks() const { return params_.ranks.count; }
+  int rank(int index) const { return params_.ranks.rank[index]; }
+  int entries_per_token() const { return params_.shape.D; }
+  ExchangeTuning& tuning() { return tuning_; }
+
+  DeviceHandle make_handle() const;  // allocates
+  // Spans hold one element a rank of the launch.
+  void plan(DeviceHandle& handle, std::span<const DeviceRoute> routes, cudaStream_t stream) const;
+  void layout(const DeviceHandle& handle, cudaStream_t stream) const;
+
+  // Rows [T, H] of `dtype` (f32, bf16, or one byte an element: f8) to row window `window`. scales: f8 only, [T, scale_bytes] raw bytes to
+  // `scale_window`. after_plan: this is the first dispatch of a plan made since every rank used the window last (no handshake is needed then).
+  struct Scales {
+    std::span<const DeviceRows> rows;  // stride in bytes
+    std::int64_t bytes = 0;            // of a row, a multiple of 16
+    std::uint64_t window = 0;
+  };
+  void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan, cudaStream_t stream) const;
+  void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales, bool after_plan,
+                cudaStream_t stream) const;
+  // The same by pull, for comparison: x lies in a window of [T_max, H]. Needs layout().
+  void dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const;
+
+  // out [T, H] (f32 or bf16) = sum over ranks of the partials [R, H] in `window`; wire(): their type.
+  void combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream) const;
+  // The same by push into slots [T_max * D, H] of `slots`, then a local sum. Needs layout().
+  void combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
+                    cudaStream_t stream) const;
+  DType wire() const;  // of partials: bf16 where combine_wire says so and P > 1, else f32
+
+  // values [S_padded] f32 in expert order -> d_weights [T, K]. routes as given to plan().
+  void return_slot_values(const DeviceHandle& handle, std::span<const DeviceRoute> routes, std::span<const float* const> values, std::span<float* const> d_weights,
+                          cudaStream_t stream) const;
+
+  // Local steps; need layout(). y [S_padded, H] of `dtype` (f32 or bf16; permute takes any).
+  void permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
+  // z [R, H] of z_dtype. z_in_window: z is memory that combine() reads on peers; the kernel waits until they have read what it held.
+  void unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype, std::span<const DeviceRows> z,
+                        bool z_in_window, cudaStream_t stream) const;
+  // dy (may be y) and d_weights [S_padded] (null pointers: none) from dz [R, H] of dz_dtype.
+  void unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype, std::span<const DeviceRows> dz,
+                          std::span<const DeviceRows> dy, std::span<float* const> d_weights, cudaStream_t stream) const;
+
+  // Pointers into a handle of rank `index` of the launch, for grouped matmuls: offsets [L + 1], counts [L], rows of slots [S_padded],
+  // weights [S_padded], all on the device.
+  const std::int32_t* expert_offsets(const DeviceHandle& handle, int index) const;
+  const std::int32_t* expert_counts(const DeviceHandle& handle, int index) const;
+  const std::int32_t* slot_rows(const DeviceHandle& handle, int index) const;
+  const float* slot_weights(const DeviceHandle& handle, int index) const;
+
+  HostHandle read(const DeviceHandle& handle, int index, cudaStream_t stream) const;
+  StatusWord status(int index, cudaStream_t stream) const;  // waits
+  void clear_status(cudaStream_t stream) const;
+  // After a timeout, on every rank, with no kernel running anywhere: flags, epochs and tickets to 0.
+  void reset() const;
+
+ private:
+  template <class T>
+  const T* part(const DeviceHandle& handle, int index, std::uint64_t offset) const;
+  ExchangeParams with(const DeviceHandle& handle) const;
+  int spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const;
+  int local_ctas() const;
+  RowType row_type(const char* what, DType dtype) const;
+  DispatchArgs dispatch_args(DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales) const;
+
+  ExchangeConfig config_;
+  ReceiveBudget budget_;
+  int device_;
+  int num_sms_ = 0, max_smem_ = 0, compute_major_ = 0;
+  ExchangeTuning tuning_;
+  ExchangeParams params_{};
+  std::size_t handle_bytes_ = 0;
+  DeviceBuffer rank_table_, local_table_;
+  std::vector<DeviceStatus> status_;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Signals between ranks, and the CTA of a launch that comes last.
+//
+// Contract: post_signal() and await_signal() are called by all threads of a CTA. What the rank wrote before (ordered by last_cta() or by
+// the end of an earlier kernel) is visible to a peer that has seen the signal. Epochs live in device memory and are moved by the last CTA
+// of a kernel alone: open_epoch() gives every CTA of the launch the same value.
+#pragma once
+
+#include "core/cuda/ptx.cuh"
+#include "exchange/cuda/exchange_params.h"
+#include "fabric/cuda_local/device_barrier.cuh"
+
+namespace waybill::cuda {
+
+// Let the kernel behind this one start its CTAs, then wait for the one before.
+__device__ __forceinline__ void begin_exchange_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+#endif
+}
+
+__device__ __forceinline__ std::uint32_t open_epoch(const ExchangeParams& q, int rank, ExchangeSignal signal) {
+  return ptx::ld_relaxed_gpu(&q.control(rank)->epoch[signal]) + 1;
+}
+__device__ __forceinline__ void close_epoch(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch) {
+  if (threadIdx.x == 0) q.control(rank)->epoch[signal] = epoch;
+}
+
+__device__ __forceinline__ void post_signal(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch) {
+  for (int peer = static_cast<int>(threadIdx.x); peer < q.shape.P; peer += static_cast<int>(blockDim.x)) {
+    ptx::fence_acq_rel_sys();
+    ptx::st_release_sys(&q.control(peer)->flag[signal][rank], epoch);
+  }
+}
+
+// True when every rank has posted `epoch`. False: the wait ran out or a peer gave up; the error is recorded.
+__device__ __forceinline__ bool await_signal(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch) {
+  bool ok = true;
+  for (int peer = static_cast<int>(threadIdx.x); peer < q.shape.P && ok; peer += static_cast<int>(blockDim.x)) {
+    ok = wait_for_peer(q.ranks.table, rank, &q.control(rank)->flag[signal][peer], epoch, peer, kExchangePhase + signal);
+  }
+  return __syncthreads_and(ok ? 1 : 0) != 0;
+}
+
+// A lost peer: the handle and the status word say so. One thread.
+__device__ __forceinline__ void mark_lost(const ExchangeParams& q, int rank, const RankCall& call) {
+  if (threadIdx.x != 0) return;
+  HandleHeader& header = *header_of(call);
+  header.valid = header.R = header.S = header.S_padded = 0;  // nothing that did not arrive is ever read
+  const DeviceWaitError& error = q.ranks.table.control(rank)->error;
+  StatusWord& status = *call.status;
+  if ((atomicOr(&status.flags, static_cast<std::uint32_t>(kStatusTimeout)) & kStatusTimeout) != 0) return;
+  status.timeout_rank = error.rank, status.timeout_peer = error.peer, status.timeout_phase = error.phase;
+  status.timeout_expected = error.expected, status.timeout_seen = error.seen;
+}
+
+// True in the CTA of this rank's grid row that arrives last; what all the others wrote is then visible to it and, behind a signal, to peers.
+__device__ __forceinline__ bool last_cta(const ExchangeParams& q, int rank, ExchangeTicket ticket) {
+  __shared__ int is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    std::uint32_t* word = &q.control(rank)->ticket[ticket];
+    ptx::fence_acq_rel_sys();
+    is_last = ptx::atom_add_relaxed_gpu(word, 1u) == gridDim.x - 1 ? 1 : 0;
+    if (is_last != 0) *word = 0;
+    ptx::fence_acq_rel_sys();
+  }
+  __syncthreads();
+  return is_last != 0;
+}
+
+// The end of a kernel that fills windows of peers: the last CTA posts and waits for the peers' posts.
+__device__ __forceinline__ void finish_with_signal(const ExchangeParams& q, int rank, const RankCall& call, ExchangeTicket ticket, ExchangeSignal signal) {
+  if (!last_cta(q, rank, ticket)) return;
+  const std::uint32_t epoch = open_epoch(q, rank, signal);
+  post_signal(q, rank, signal, epoch);
+  if (!await_signal(q, rank, signal, epoch)) mark_lost(q, rank, call);
+  close_epoch(q, rank, signal, epoch);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows as vectors of 16 bytes, and fp32 sums of them.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "core/cuda/ptx.cuh"
+#include "exchange/cuda/exchange_kernels.h"
+
+namespace waybill::cuda {
+
+// Past L1: rows are read once, and peers' memory must not stay in it.
+__device__ __forceinline__ uint4 load_row(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
+__device__ __forceinline__ void store_row(void* p, uint4 v) { __stcs(static_cast<uint4*>(p), v); }
+
+// 16 bytes as floats and back; bf16 rounds to nearest even.
+template <class T>
+struct Vector;
+template <>
+struct Vector<float> {
+  static constexpr int kValues = 4;
+  static __device__ __forceinline__ void to_float(const uint4& v, float (&x)[4]) {
+    x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y), x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
+  }
+  static __device__ __forceinline__ uint4 from_float(const float (&x)[4]) {
+    return uint4{__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
+  }
+};
+template <>
+struct Vector<__nv_bfloat16> {
+  static constexpr int kValues = 8;
+  static __device__ __forceinline__ void to_float(const uint4& v, float (&x)[8]) {
+    const unsigned words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[2 * i] = __uint_as_float(words[i] << 16), x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint4 from_float(const float (&x)[8]) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = *reinterpret_cast<const unsigned*>(&pair);
+    }
+    return uint4{words[0], words[1], words[2], words[3]};
+  }
+};
+
+// kValues floats to memory as Out, 16-byte aligned (8 for bf16 from four floats).
+template <class Out, int kValues>
+__device__ __forceinline__ void store_values(Out* p, const float (&x)[kValues]) {
+  if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4) *reinterpret_cast<float4*>(p + i) = float4{x[i], x[i + 1], x[i + 2], x[i + 3]};
+  } else if constexpr (kValues == 8) {
+    *reinterpret_cast<uint4*>(p) = Vector<Out>::from_float(x);
+  } else {
+    const __nv_bfloat162 a = __floats2bfloat162_rn(x[0], x[1]), b = __floats2bfloat162_rn(x[2], x[3]);
+    *reinterpret_cast<uint2*>(p) = uint2{*reinterpret_cast<const unsigned*>(&a), *reinterpret_cast<const unsigned*>(&b)};
+  }
+}
+
+// Calls body(bf16 or float tag) for a RowType.
+template <class Body>
+auto with_row_type(RowType type, const Body& body) {
+  return type == RowType::kF32 ? body(static_cast<float*>(nullptr)) : body(static_cast<__nv_bfloat16*>(nullptr));
+}
+
+}  // namespace waybill::cuda

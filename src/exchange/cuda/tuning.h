@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// What may be chosen per shape: speed only, never results. `bench_cuda_exchange --tune` sweeps it; docs/perf/exchange.md has the outcome.
+#pragma once
+
+#include <cstdint>
+
+namespace waybill::cuda {
+
+enum class DispatchPath : std::uint8_t {
+  kAuto = 0,
+  kPush = 1,  // plain loads and stores
+  kBulk = 2,  // the SMs' copy engine (sm_90)
+};
+
+// CTAs of each rank, at most one an SM; the launch is cut to what the GPU holds at a time.
+struct ExchangeTuning {
+  DispatchPath dispatch = DispatchPath::kAuto;
+  int dispatch_ctas = 24;
+  int bulk_warps = 0;         // 0: by row size
+  int bulk_stages = 0;        // a warp; 0: by row size
+  int bulk_chunk_bytes = 0;   // 0: by row size
+  int combine_ctas = 32;
+  int local_ctas = 0;         // permute and its counterparts; 0: every SM twice
+  bool overlap_launches = true;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs one step of a group's exchange on virtual ranks over one or more GPUs and keeps what every rank saw, as tests/exchange/group.h does
+// for the CPU engine.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+
+#include "cuda/router_harness.h"
+#include "exchange/cuda/device_exchange.h"
+#include "exchange/group.h"
+#include "fabric/cuda_local/local_ranks.h"
+
+namespace waybill::cuda {
+
+namespace ts = waybill::testing_support;
+
+struct GpuOptions {
+  std::vector<int> devices{0};
+  DType x_dtype = DType::kF32, out_dtype = DType::kF32;
+  bool weighted = false, push_combine = false, pull_dispatch = false, handshake = false;
+  ExchangeTuning tuning;
+  std::chrono::milliseconds timeout{5000};
+  std::vector<int> absent;  // ranks that never come
+};
+
+inline int num_gpus() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+// A group with all of its memory. The arenas, windows and handles are made once; step() may run any number of times.
+class GpuGroup {
+ public:
+  GpuGroup(const ExchangeConfig& config, const ExpertPlacement& placement, const GpuOptions& options)
+      : config_(with_tokens(config)), P_(placement.P), options_(options), wire_(config.combine_wire == CombineWire::kBF16 && P_ > 1 ? DType::kBF16 : DType::kF32) {
+    const auto H = static_cast<std::size_t>(config_.H);
+    const std::size_t x_row = H * size_bytes(options.x_dtype), z_row = H * size_bytes(wire_);
+    const std::size_t rows_bytes = row_window_bytes(config_, P_, x_row), z_bytes = row_window_bytes(config_, P_, z_row);
+    const std::size_t slots_bytes = options.push_combine ? slot_window_bytes(config_, P_, z_row) : 0;
+    const std::size_t x_bytes = options.pull_dispatch ? static_cast<std::size_t>(config_.T_max) * x_row : 0;
+    const std::size_t arena = exchange_window_bytes(config_, P_) + rows_bytes + z_bytes + slots_bytes + x_bytes + 8192;
+    group_ = std::make_unique<CudaLocalGroup>(P_, options.devices, arena, options.timeout);
+    windows_ = book_exchange_windows(config_, P_, [&](const std::string& name, std::size_t bytes) { return group_->window(name, bytes); });
+    rows_window_ = group_->window("rows", rows_bytes), z_window_ = group_->window("partials", z_bytes);
+    if (options.push_combine) slots_window_ = group_->window("slots", slots_bytes);
+    if (options.pull_dispatch) x_window_ = group_->window("x", x_bytes);
+    for (std::size_t d = 0; d < options.devices.size(); ++d) {
+      LocalRanks ranks = local_ranks(*group_, options.devices[d]), present = ranks;
+      present.count = 0;
+      for (int i = 0; i < ranks.count; ++i) {
+        if (std::find(options.absent.begin(), options.absent.end(), ranks.rank[i]) == options.absent.end()) present.rank[present.count++] = ranks.rank[i];
+      }
+      parts_.push_back(std::make_unique<Part>(config_, placement, present, options.devices[d], windows_, options.tuning));
+    }
+    for (auto& part : parts_) allocate(*part);
+  }
+
+  // Poisons every output, uploads the routes and rows.
+  void upload(const ts::Group& group) {
+    for (auto& part : parts_) {
+      const DeviceGuard guard(part->device);
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) {
+        RankMemory& m = part->ranks[i];
+        const auto p = static_cast<std::size_t>(part->exchange.rank(static_cast<int>(i)));
+        const RouteView& route = group.routes[p].view();
+        const auto routes = static_cast<std::size_t>(route.T * route.K);
+        m.ids.upload(route.ids, routes * size_bytes(route.id_dtype), part->stream), m.weights.upload(route.weights, routes * 4, part->stream);
+        const Tensor x = ts::to_tensor(group.x[p], route.T, config_.H, options_.x_dtype);
+        void* target = options_.pull_dispatch ? group_->at<unsigned char>(static_cast<int>(p), x_window_) : m.x.data();
+        if (route.T > 0) {
+          WB_TRY_CUDA(cudaMemcpyAsync(target, x.view().data, static_cast<std::size_t>(route.T * config_.H) * size_bytes(options_.x_dtype),
+                                      cudaMemcpyHostToDevice, part->stream));
+        }
+        part->routes[i] = DeviceRoute{m.ids.data(), m.weights.as<float>(), route.T};
+        part->stream.synchronize();
+      }
+    }
+    poison();
+  }
+  void poison() {
+    for (auto& part : parts_) {
+      const DeviceGuard guard(part->device);
+      for (RankMemory& m : part->ranks) m.out.fill(0xff, part->stream), m.y.fill(0xff, part->stream), m.d_weights.fill(0xff, part->stream);
+      for (int i = 0; i < part->exchange.num_ranks(); ++i) {
+        const int rank = part->exchange.rank(i);
+        const std::size_t row = static_cast<std::size_t>(config_.H);
+        WB_TRY_CUDA(cudaMemsetAsync(group_->at<void*>(rank, rows_window_), 0xff, row_window_bytes(config_, P_, row * size_bytes(options_.x_dtype)), part->stream));
+        WB_TRY_CUDA(cudaMemsetAsync(group_->at<void*>(rank, z_window_), 0xff, row_window_bytes(config_, P_, row * size_bytes(wire_)), part->stream));
+      }
+      part->stream.synchronize();
+    }
+  }
+
+  // Queues the whole step of one device.
+  void queue(std::size_t index, cudaStream_t stream) {
+    Part& part = *parts_[index];
+    const DeviceGuard guard(part.device);
+    DeviceExchange& e = part.exchange;
+    e.plan(part.handle, part.routes, stream);
+    e.layout(part.handle, stream);
+    if (options_.pull_dispatch) {
+      e.dispatch_pull(part.handle, options_.x_dtype, x_window_, rows_window_, stream);
+    } else {
+      e.dispatch(part.handle, options_.x_dtype, part.x, rows_window_, !options_.handshake, stream);
+    }
+    e.permute(part.handle, options_.x_dtype, part.rows, part.y, stream);
+    e.unpermute_reduce(part.handle, options_.x_dtype, part.y, options_.weighted, wire_, part.z, true, stream);
+    if (options_.push_combine) {
+      e.combine_push(part.handle, z_window_, slots_window_, options_.out_dtype, part.out, stream);
+    } else {
+      e.combine(part.handle, z_window_, options_.out_dtype, part.out, stream);
+    }
+    e.return_slot_values(part.handle, part.routes, part.values, part.d_weights, stream);
+  }
+  void step() {
+    for (std::size_t d = 0; d < parts_.size(); ++d) queue(d, parts_[d]->stream);
+    synchronize();
+  }
+  void capture() {
+    graphs_.clear();
+    for (std::size_t d = 0; d < parts_.size(); ++d) {
+      const DeviceGuard guard(parts_[d]->device);
+      graphs_.push_back(GraphExec::capture(parts_[d]->stream, [&](cudaStream_t s) { queue(d, s); }));
+    }
+  }
+  void replay() {
+    for (std::size_t d = 0; d < parts_.size(); ++d) {
+      const DeviceGuard guard(parts_[d]->device);
+      graphs_[d].launch(parts_[d]->stream);
+    }
+  }
+  void synchronize() {
+    for (auto& part : parts_) part->stream.synchronize();
+  }
+
+  ts::RankResult result(int rank) {
+    for (auto& part : parts_) {
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) {
+        if (part->exchange.rank(static_cast<int>(i)) == rank) return read(*part, i);
+      }
+    }
+    ADD_FAILURE() << "no rank " << rank;
+    return {};
+  }
+  StatusWord status(int rank) { return result(rank).status; }
+  HostHandle handle(int rank) {
+    for (auto& part : parts_) {
+      for (int i = 0; i < part->exchange.num_ranks(); ++i) {
+        if (part->exchange.rank(i) == rank) return part->exchange.read(part->handle, i, part->stream);
+      }
+    }
+    return {};
+  }
+  CudaLocalGroup& group() { return *group_; }
+  DeviceExchange& exchange(std::size_t device = 0) { return parts_[device]->exchange; }
+  const CudaStream& stream(std::size_t device = 0) { return parts_[device]->stream; }
+  DeviceHandle& device_handle(std::size_t device = 0) { return parts_[device]->handle; }
+  std::uint64_t rows_window() const { return rows_window_; }
+  std::uint64_t z_window() const { return z_window_; }
+
+ private:
+  struct RankMemory {
+    DeviceBuffer ids, weights, x, y, out, d_weights;
+  };
+  struct Part {
+    Part(const ExchangeConfig& config, const ExpertPlacement& placement, const LocalRanks& present, int on, const ExchangeWindows& windows,
+         const ExchangeTuning& tuning)
+        : device(on), stream(on), exchange(config, placement, present, on, windows, tuning), handle(exchange.make_handle()) {}
+    int device;
+    CudaStream stream;
+    DeviceExchange exchange;
+    DeviceHandle handle;
+    std::vector<RankMemory> ranks;
+    std::vector<DeviceRoute> routes;
+    std::vector<DeviceRows> x, rows, y, z, out;
+    std::vector<const float*> values;
+    std::vector<float*> d_weights;
+  };
+
+  static ExchangeConfig with_tokens(ExchangeConfig config) {
+    config.T_max = std::max<std::int64_t>(config.T_max, 1);
+    return config;
+  }
+  void allocate(Part& part) {
+    const auto H = static_cast<std::size_t>(config_.H), T = static_cast<std::size_t>(config_.T_max), K = static_cast<std::size_t>(config_.K);
+    for (int i = 0; i < part.exchange.num_ranks(); ++i) {
+      const int rank = part.exchange.rank(i);
+      RankMemory m;
+      m.ids = DeviceBuffer(T * K * 4, part.device), m.weights = DeviceBuffer(T * K * 4, part.device), m.d_weights = DeviceBuffer(T * K * 4, part.device);
+      m.x = DeviceBuffer(T * H * 4, part.device), m.out = DeviceBuffer(T * H * 4, part.device);
+      m.y = DeviceBuffer(static_cast<std::size_t>(part.exchange.budget().padded_slots) * H * size_bytes(options_.x_dtype), part.device);
+      part.x.push_back({m.x.data(), 0}), part.y.push_back({m.y.data(), 0}), part.out.push_back({m.out.data(), 0});
+      part.rows.push_back({group_->at<void>(rank, rows_window_), 0}), part.z.push_back({group_->at<void>(rank, z_window_), 0});
+      part.values.push_back(part.exchange.slot_weights(part.handle, i)), part.d_weights.push_back(m.d_weights.as<float>());
+      part.routes.push_back(DeviceRoute{m.ids.data(), m.weights.as<float>(), 0});
+      part.ranks.push_back(std::move(m));
+    }
+  }
+  ts::Floats download(const void* from, std::int64_t rows, std::int64_t columns, DType dtype) {
+    Tensor host(dtype, {rows, columns});
+    if (rows > 0) WB_TRY_CUDA(cudaMemcpy(host.view().data, from, static_cast<std::size_t>(rows * columns) * size_bytes(dtype), cudaMemcpyDeviceToHost));
+    return ts::to_floats(host);
+  }
+  ts::RankResult read(Part& part, std::size_t i) {
+    const DeviceGuard guard(part.device);
+    const int rank = part.exchange.rank(static_cast<int>(i));
+    ts::RankResult result;
+    const HostHandle host = part.exchange.read(part.handle, static_cast<int>(i), part.stream);
+    result.handle.valid = host.valid, result.handle.layout = host.layout;
+    result.handle.max_slot_demand = host.max_slot_demand, result.handle.max_row_demand = host.max_row_demand;
+    const std::int64_t R = host.layout.R(), T = part.routes[i].T;
+    result.rows = download(group_->at<void>(rank, rows_window_), R, config_.H, options_.x_dtype);
+    result.z = download(group_->at<void>(rank, z_window_), R, config_.H, wire_);
+    result.out = download(part.ranks[i].out.data(), T, config_.H, options_.out_dtype);
+    result.d_weights = download(part.ranks[i].d_weights.data(), T, config_.K, DType::kF32);
+    result.status = part.exchange.status(static_cast<int>(i), part.stream);
+    return result;
+  }
+
+  ExchangeConfig config_;
+  int P_;
+  GpuOptions options_;
+  DType wire_;
+  std::unique_ptr<CudaLocalGroup> group_;
+  ExchangeWindows windows_;
+  std::uint64_t rows_window_ = 0, z_window_ = 0, slots_window_ = 0, x_window_ = 0;
+  std::vector<std::unique_ptr<Part>> parts_;
+  std::vector<GraphExec> graphs_;
+};
+
+inline void expect_same_layout(const ReceiveLayout& want, const ReceiveLayout& got, const std::string& what) {
+  ASSERT_EQ(want.row_offsets, got.row_offsets) << what;
+  ASSERT_EQ(want.row_slot_offsets, got.row_slot_offsets) << what;
+  ASSERT_EQ(want.expert_counts, got.expert_counts) << what;
+  ASSERT_EQ(want.expert_offsets, got.expert_offsets) << what;
+  ASSERT_EQ(want.slot_row, got.slot_row) << what;
+  ASSERT_EQ(want.slot_position, got.slot_position) << what;
+  ASSERT_TRUE(ts::same_bits(want.slot_weight, got.slot_weight)) << what;
+}
+
+// Everything but bytes and times.
+inline void expect_same_result(const ts::RankResult& want, const ts::RankResult& got, const std::string& what) {
+  ASSERT_EQ(want.handle.valid, got.handle.valid) << what;
+  expect_same_layout(want.handle.layout, got.handle.layout, what);
+  ASSERT_EQ(want.rows, got.rows) << what;
+  ASSERT_EQ(want.out, got.out) << what;
+  ASSERT_EQ(want.d_weights, got.d_weights) << what;
+  ASSERT_EQ(want.status.flags, got.status.flags) << what;
+  ASSERT_EQ(want.status.num_bad_ids, got.status.num_bad_ids) << what;
+}
+
+}  // namespace waybill::cuda
