@@ -51,7 +51,7 @@ collect() {
 }
 names=()
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_gemm bench_cuda_router bench_cuda_gemm; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_gemm bench_cuda_router bench_cuda_exchange bench_cuda_gemm; do
   if [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
   elif [ "${program#bench}" = "$program" ]; then
@@ -62,11 +62,13 @@ if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.ShortRows*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
   small_gemm='GroupedGemmCuda.NoRows*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2:CudaLocalFabric.W*:CudaLocalFabric.ADevice*'
+  small_exchange='Ranks/ExchangeCuda.*/1:Ranks/ExchangeCuda.*/4:ExchangeHardRoutesCuda.Bad*:ExchangeHardRoutesCuda.ADup*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeScalesCuda.*'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do
       start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router"
       # The matmuls under memcheck alone.
       [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"
+      start "$tool exchange" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_exchange" --gtest_filter="$small_exchange"
       start "$tool fabric" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
     done
   else
@@ -75,6 +77,8 @@ if [ $quick = 0 ]; then
 fi
 collect
 start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
+collect
+start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl"
 collect
 start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
 collect
@@ -86,11 +90,12 @@ if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl"
 if [ -s "$work/router.jsonl" ]; then
   python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1
 fi
+[ ! -s "$work/exchange.jsonl" ] || python3 scripts/gpu_results.py exchange "$work/exchange.jsonl" --checks "$work/checks.json" || failed=1
 [ ! -s "$work/gemm.jsonl" ] || python3 scripts/gpu_results.py gemm "$work/gemm.jsonl" $grouped --checks "$work/checks.json" || failed=1
 python3 scripts/render_performance.py || failed=1
 if [ -n "$out" ]; then
   mkdir -p "$out"
-  cp bench/results/*/{router,gemm}.json "$out/" 2>/dev/null
+  cp bench/results/*/{router,exchange,gemm}.json "$out/" 2>/dev/null
   tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
 fi
 [ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
-#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,gemm,quantize}, test_cuda_fabric (default: all)
+#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,quantize}, test_cuda_fabric (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
 set -euo pipefail
@@ -32,6 +32,7 @@ declare -A sources=(
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
+  [bench_cuda_exchange]="$core $exchange bench/cuda/exchange_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
 )
 if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
@@ -39,7 +40,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_gemm test_cuda_quantize bench_cuda_router bench_cuda_gemm bench_cuda_quantize)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_quantize)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done

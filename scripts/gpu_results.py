@@ -18,6 +18,8 @@ from cuda_sources_hash import ROOT, sources_hash
 
 METHODS = {
     "router": "captured: one CUDA graph of 12 launches over rotating buffers (cold) or one buffer (warm), median of its replays divided by 12",
+    "exchange": "captured: a CUDA graph of 8 steps over 4 sets of routes and rows on each GPU, median of 50 replays divided by 8, the slower GPU's; "
+    "checked end to end before timing: identity experts on integer stamps come back exactly",
     "gemm": "burst: after 15 ms of spinning 10 calls between two events, median of 5; random data, one set of buffers; TFLOP/s count valid rows; "
     "targets and floors of operations are scaled to the dense rate of the run; peers are torch's, timed the same way in the same session",
 }
@@ -29,6 +31,13 @@ def smi(query):
         return out.stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return ""
+
+
+def num_gpus():
+    try:
+        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
+    except (OSError, subprocess.CalledProcessError):
+        return 1
 
 
 def commit():
@@ -61,6 +70,8 @@ def main():
             if (record["op"], record["case"]) == ((peer["op"], peer["case"]) if "op" in peer else ("router_fwd", peer["case"] + " f32")):
                 record["peers"] = peer["peers"]
     gpu = smi("name") or "unknown GPU"
+    count = num_gpus() if args.area == "exchange" else 1  # the other areas use one
+    gpu = f"{count}x {gpu}" if count > 1 else gpu
     cuda = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout or "")
     header = {
         "area": args.area,

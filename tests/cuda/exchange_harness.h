@@ -33,7 +33,10 @@ inline int num_gpus() {
 class GpuGroup {
  public:
   GpuGroup(const ExchangeConfig& config, const ExpertPlacement& placement, const GpuOptions& options)
-      : config_(with_tokens(config)), P_(placement.P), options_(options), wire_(config.combine_wire == CombineWire::kBF16 && P_ > 1 ? DType::kBF16 : DType::kF32) {
+      : config_(with_tokens(config)),
+        P_(placement.P),
+        options_(options),
+        wire_(config.combine_wire == CombineWire::kBF16 && P_ > 1 ? DType::kBF16 : DType::kF32) {
     const auto H = static_cast<std::size_t>(config_.H);
     const std::size_t x_row = H * size_bytes(options.x_dtype), z_row = H * size_bytes(wire_);
     const std::size_t rows_bytes = row_window_bytes(config_, P_, x_row), z_bytes = row_window_bytes(config_, P_, z_row);
@@ -85,7 +88,8 @@ class GpuGroup {
       for (int i = 0; i < part->exchange.num_ranks(); ++i) {
         const int rank = part->exchange.rank(i);
         const std::size_t row = static_cast<std::size_t>(config_.H);
-        WB_TRY_CUDA(cudaMemsetAsync(group_->at<void*>(rank, rows_window_), 0xff, row_window_bytes(config_, P_, row * size_bytes(options_.x_dtype)), part->stream));
+        WB_TRY_CUDA(
+            cudaMemsetAsync(group_->at<void*>(rank, rows_window_), 0xff, row_window_bytes(config_, P_, row * size_bytes(options_.x_dtype)), part->stream));
         WB_TRY_CUDA(cudaMemsetAsync(group_->at<void*>(rank, z_window_), 0xff, row_window_bytes(config_, P_, row * size_bytes(wire_)), part->stream));
       }
       part->stream.synchronize();

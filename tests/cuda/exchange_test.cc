@@ -7,6 +7,8 @@
 namespace waybill::cuda {
 namespace {
 
+using ts::RandomRoute;
+
 // Loading a kernel at its first launch waits for the device, and with it for a peer that waits for this launch.
 const bool kEagerLoading = setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0;
 
@@ -91,10 +93,10 @@ TEST(ExchangeHardRoutesCuda, OneRankOneExpertNoRoutesAndEveryExpert) {
       for (const Route& route : group.routes) {
         for (std::int64_t t = 0; t < T; ++t) {
           for (std::int64_t k = 0; k < K; ++k) {
-            if (kind == 0) route.view().set_id(t, k, static_cast<std::int32_t>(E - 1 - k));                        // all to the last rank
-            if (kind == 1) route.view().set_id(t, k, -1);                                                         // nothing moves
-            if (kind == 2) route.view().set_id(t, k, k == 0 ? 5 : (t % 3 == 0 ? -1 : 9));                         // two experts only
-            if (kind == 3) route.view().set_id(t, k, static_cast<std::int32_t>((k * 7 + t) % E));                 // K = E
+            if (kind == 0) route.view().set_id(t, k, static_cast<std::int32_t>(E - 1 - k));        // all to the last rank
+            if (kind == 1) route.view().set_id(t, k, -1);                                          // nothing moves
+            if (kind == 2) route.view().set_id(t, k, k == 0 ? 5 : (t % 3 == 0 ? -1 : 9));          // two experts only
+            if (kind == 3) route.view().set_id(t, k, static_cast<std::int32_t>((k * 7 + t) % E));  // K = E
             if (route.view().id(t, k) == -1) route.view().weights[t * K + k] = 0.0f;
           }
         }
@@ -219,7 +221,8 @@ TEST(ExchangeGraphCuda, TenThousandReplaysWithChangingRoutes) {
     gpu.replay();
     if (i % 1000 != 999) continue;
     gpu.synchronize();
-    for (int p = 0; p < P; ++p) expect_same_result(want[static_cast<std::size_t>(set)][static_cast<std::size_t>(p)], gpu.result(p), fmt::format("replay {}", i));
+    for (int p = 0; p < P; ++p)
+      expect_same_result(want[static_cast<std::size_t>(set)][static_cast<std::size_t>(p)], gpu.result(p), fmt::format("replay {}", i));
     if (::testing::Test::HasFatalFailure()) return;
   }
   EXPECT_EQ(gpu.group().first_error(), "");
@@ -268,7 +271,8 @@ TEST(ExchangeBackwardCuda, GradientsOfTheWeightedReduce) {
         y_values.push_back(ts::normal_values(static_cast<std::size_t>(S * 264), 50 + static_cast<std::uint64_t>(p)));
         dz_values.push_back(ts::normal_values(static_cast<std::size_t>(R * 264), 60 + static_cast<std::uint64_t>(p)));
         const Tensor y = ts::to_tensor(y_values.back(), S, 264, dtype), z = ts::to_tensor(dz_values.back(), R, 264, DType::kF32);
-        dy.emplace_back(static_cast<std::size_t>(S * 264) * 4), dz.emplace_back(static_cast<std::size_t>(R * 264) * 4), dw.emplace_back(static_cast<std::size_t>(S) * 4);
+        dy.emplace_back(static_cast<std::size_t>(S * 264) * 4), dz.emplace_back(static_cast<std::size_t>(R * 264) * 4),
+            dw.emplace_back(static_cast<std::size_t>(S) * 4);
         dy.back().upload(y.view().data, static_cast<std::size_t>(S * 264) * size_bytes(dtype)), dz.back().upload(z.view().data, dz.back().bytes());
         dw.back().fill(0xff);
         y_rows.push_back({dy.back().data(), 0}), dz_rows.push_back({dz.back().data(), 0}), d_weights.push_back(dw.back().as<float>());
@@ -324,13 +328,16 @@ TEST(ExchangeScalesCuda, BytesAndScalesTravelTogether) {
       for (std::size_t source = 0; source < 2; ++source) {
         for (std::int64_t t = 0; t < group.routes[source].T(); ++t) {
           bool comes = false;
-          for (std::int64_t k = 0; k < 6; ++k) comes |= group.routes[source].view().id(t, k) >= 0 && group.placement.rank_of(group.routes[source].view().id(t, k)) == p;
+          for (std::int64_t k = 0; k < 6; ++k)
+            comes |= group.routes[source].view().id(t, k) >= 0 && group.placement.rank_of(group.routes[source].view().id(t, k)) == p;
           if (!comes) continue;
           std::vector<std::uint8_t> got(kH), got_scales(kScales);
           WB_TRY_CUDA(cudaMemcpy(got.data(), gpu.group().at<unsigned char>(p, rows) + row * kH, kH, cudaMemcpyDeviceToHost));
           WB_TRY_CUDA(cudaMemcpy(got_scales.data(), gpu.group().at<unsigned char>(p, behind) + row * kScales, kScales, cudaMemcpyDeviceToHost));
-          for (std::int64_t i = 0; i < kH; ++i) ASSERT_EQ(got[static_cast<std::size_t>(i)], static_cast<std::uint8_t>(random_u64(90 + source, static_cast<std::uint64_t>(t * kH + i))));
-          for (std::int64_t i = 0; i < kScales; ++i) ASSERT_EQ(got_scales[static_cast<std::size_t>(i)], static_cast<std::uint8_t>(random_u64(95 + source, static_cast<std::uint64_t>(t * kScales + i))));
+          for (std::int64_t i = 0; i < kH; ++i)
+            ASSERT_EQ(got[static_cast<std::size_t>(i)], static_cast<std::uint8_t>(random_u64(90 + source, static_cast<std::uint64_t>(t * kH + i))));
+          for (std::int64_t i = 0; i < kScales; ++i)
+            ASSERT_EQ(got_scales[static_cast<std::size_t>(i)], static_cast<std::uint8_t>(random_u64(95 + source, static_cast<std::uint64_t>(t * kScales + i))));
           ++row;
         }
       }
@@ -373,7 +380,8 @@ TEST(ExchangeLargeCuda, MoreThanTwoToThe31Elements) {
     for (const std::int64_t t : {std::int64_t{0}, std::int64_t{16383}, kT - 1}) {  // all tokens visit all experts: slot e * T + t
       std::vector<std::uint16_t> got(stamp.size());
       WB_TRY_CUDA(cudaMemcpy(got.data(), y.as<unsigned char>() + static_cast<std::size_t>(e * kT + t) * row, row, cudaMemcpyDeviceToHost));
-      for (std::size_t h = 0; h < got.size(); ++h) ASSERT_EQ(got[h], static_cast<std::uint16_t>(h * 31 + static_cast<std::size_t>(t))) << e << " " << t << " " << h;
+      for (std::size_t h = 0; h < got.size(); ++h)
+        ASSERT_EQ(got[h], static_cast<std::uint16_t>(h * 31 + static_cast<std::size_t>(t))) << e << " " << t << " " << h;
     }
   }
 }

@@ -98,10 +98,7 @@ __global__ void __launch_bounds__(kRowThreads) exchange_combine_pull(const __gri
   }
   if (!waits || !last_cta(q, rank, kTicketCombine)) return;
   close_epoch(q, rank, kSignalPartials, partials);
-  const std::uint32_t pulled = open_epoch(q, rank, kSignalPulled);
-  post_signal(q, rank, kSignalPulled, pulled);
-  __syncthreads();
-  close_epoch(q, rank, kSignalPulled, pulled);
+  post_only(q, rank, kSignalPulled);
 }
 
 template <class Body>

@@ -49,15 +49,12 @@ __global__ void __launch_bounds__(kRowThreads) exchange_combine_push(const __gri
   }
   if (!last_cta(q, rank, kTicketCombine)) return;
   close_epoch(q, rank, kSignalReady, ready);
-  const std::uint32_t epoch = open_epoch(q, rank, kSignalSlots);
-  post_signal(q, rank, kSignalSlots, epoch);
-  if (!await_signal(q, rank, kSignalSlots, epoch)) mark_lost(q, rank, call);
-  close_epoch(q, rank, kSignalSlots, epoch);
+  post_and_await(q, rank, call, kSignalSlots);
 }
 
 }  // namespace
 
-const void* combine_push_kernel(RowType) { return reinterpret_cast<const void*>(&exchange_combine_push); }
+const void* combine_push_kernel() { return reinterpret_cast<const void*>(&exchange_combine_push); }
 
 void launch_combine_push(const ExchangeParams& q, const CombineArgs& args, RowType wire, int ctas, bool overlap, cudaStream_t stream) {
   launch_ranks(exchange_combine_push, ctas, kRowThreads, 0, overlap, stream, q, args, args.H * (wire == RowType::kF32 ? 4 : 2));

@@ -8,8 +8,6 @@
 
 namespace waybill::cuda {
 
-std::size_t dispatch_bulk_smem(const DispatchArgs& args, int D, int warps);  // dispatch_bulk.cu
-
 namespace {
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -154,7 +152,8 @@ DispatchArgs DeviceExchange::dispatch_args(DType dtype, std::span<const DeviceRo
   const std::size_t element = size_bytes(dtype);
   WB_CHECK(dtype == DType::kF32 || dtype == DType::kBF16 || element == 1, "dispatch: rows must be f32, bf16 or f8, got {}", to_string(dtype));
   const std::int64_t bytes = config_.H * static_cast<std::int64_t>(element);
-  WB_CHECK(bytes % 16 == 0 && bytes <= 1 << 20, "dispatch: rows of {} bytes (H = {} {}) are not multiples of 16 up to 1 MiB", bytes, config_.H, to_string(dtype));
+  WB_CHECK(bytes % 16 == 0 && bytes <= 1 << 20, "dispatch: rows of {} bytes (H = {} {}) are not multiples of 16 up to 1 MiB", bytes, config_.H,
+           to_string(dtype));
   check_rows("dispatch: x", x, num_ranks(), config_.H, element);
   DispatchArgs args{};
   args.part[0] = RowPart{window, (x[0].stride == 0 ? config_.H : x[0].stride) * static_cast<std::int64_t>(element), static_cast<std::int32_t>(bytes), 0};
@@ -182,11 +181,11 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
     launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, tuning_.dispatch_ctas), tuning_.overlap_launches, stream);
     return check_launch("exchange_dispatch_push");
   }
-  // Rows in as few pieces as buffers of 8 KB allow; about 128 KB in flight a CTA.
+  // Rows in as few pieces as buffers of 8 KB allow; 128 to 192 KB in flight a CTA.
   const int most = tuning_.bulk_chunk_bytes > 0 ? tuning_.bulk_chunk_bytes : 8192, bytes = args.part[0].bytes;
   args.chunks = (bytes + most - 1) / most;
   args.chunk_bytes = ((bytes + args.chunks - 1) / args.chunks + 15) / 16 * 16;
-  args.stages = tuning_.bulk_stages > 0 ? tuning_.bulk_stages : 4;
+  args.stages = tuning_.bulk_stages > 0 ? tuning_.bulk_stages : (args.chunk_bytes <= 1024 ? 8 : (args.chunk_bytes > 4096 ? 6 : 4));
   int warps = tuning_.bulk_warps > 0 ? tuning_.bulk_warps : std::clamp(32768 / args.chunk_bytes, 4, 16);
   const auto room = static_cast<std::size_t>(max_smem_ - 4096);
   while (warps > 1 && dispatch_bulk_smem(args, q.shape.D, warps) > room) --warps;
@@ -211,6 +210,15 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
   const CombineArgs args{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0};
+  // The bulk kernel holds a token's destinations in one warp.
+  if ((tuning_.combine == CombinePath::kBulk || (tuning_.combine == CombinePath::kAuto && compute_major_ >= 9)) && q.shape.D <= 32) {
+    const int stages = std::min(tuning_.combine_stages, 16);
+    int warps = std::min(tuning_.combine_warps, 16);
+    while (warps > 1 && combine_bulk_smem(warps, stages) > static_cast<std::size_t>(max_smem_ - 4096)) --warps;
+    const int ctas = spinning_ctas(combine_bulk_kernel(from, to), warps * 32, combine_bulk_smem(warps, stages), tuning_.combine_ctas);
+    launch_combine_bulk(q, args, from, to, ctas, warps, stages, tuning_.overlap_launches, stream);
+    return check_launch("exchange_combine_bulk");
+  }
   const int ctas = spinning_ctas(combine_pull_kernel(from, to), kRowThreads, 0, tuning_.combine_ctas);
   launch_combine_pull(q, args, from, to, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_combine_pull");
@@ -223,7 +231,7 @@ void DeviceExchange::combine_push(const DeviceHandle& handle, std::uint64_t wind
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
   const CombineArgs args{window, slots, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 1};
-  launch_combine_push(q, args, from, spinning_ctas(combine_push_kernel(from), kRowThreads, 0, tuning_.combine_ctas), tuning_.overlap_launches, stream);
+  launch_combine_push(q, args, from, spinning_ctas(combine_push_kernel(), kRowThreads, 0, tuning_.combine_ctas), tuning_.overlap_launches, stream);
   check_launch("exchange_combine_push");
   launch_combine_pull(q, args, from, to, local_ctas(), tuning_.overlap_launches, stream);
   check_launch("exchange_combine_pull");

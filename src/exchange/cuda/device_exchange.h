@@ -119,8 +119,8 @@ class DeviceExchange {
   DType wire() const;  // of partials: bf16 where combine_wire says so and P > 1, else f32
 
   // values [S_padded] f32 in expert order -> d_weights [T, K]. routes as given to plan().
-  void return_slot_values(const DeviceHandle& handle, std::span<const DeviceRoute> routes, std::span<const float* const> values, std::span<float* const> d_weights,
-                          cudaStream_t stream) const;
+  void return_slot_values(const DeviceHandle& handle, std::span<const DeviceRoute> routes, std::span<const float* const> values,
+                          std::span<float* const> d_weights, cudaStream_t stream) const;
 
   // Local steps; need layout(). y [S_padded, H] of `dtype` (f32 or bf16; permute takes any).
   void permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;

@@ -65,10 +65,14 @@ __device__ __forceinline__ void store_item(const ExchangeParams& q, const Dispat
 // Until at most half a ring of items still reads shared memory.
 __device__ __forceinline__ void wait_half(int stages) {
   switch (stages / 2) {
-    case 1: return ptx::bulk_wait_read<1>();
-    case 2: return ptx::bulk_wait_read<2>();
-    case 3: return ptx::bulk_wait_read<3>();
-    default: return ptx::bulk_wait_read<4>();
+    case 1:
+      return ptx::bulk_wait_read<1>();
+    case 2:
+      return ptx::bulk_wait_read<2>();
+    case 3:
+      return ptx::bulk_wait_read<3>();
+    default:
+      return ptx::bulk_wait_read<4>();
   }
 }
 
@@ -78,7 +82,8 @@ __device__ __forceinline__ void push_rows(const ExchangeParams& q, const RankCal
   const std::int64_t items = static_cast<std::int64_t>(call.T) * args.chunks, step = static_cast<std::int64_t>(gridDim.x) * (blockDim.x / 32);
   const std::int64_t first = static_cast<std::int64_t>(threadIdx.x >> 5) * gridDim.x + blockIdx.x;
   if (lane == 0) {
-    for (int s = 0; s < stages && first + s * step < items; ++s) load_item(call, q.shape, args, layout, item_at(args, first + s * step), ring + s * layout.bytes, full + s);
+    for (int s = 0; s < stages && first + s * step < items; ++s)
+      load_item(call, q.shape, args, layout, item_at(args, first + s * step), ring + s * layout.bytes, full + s);
   }
   int stage = 0, old = stages - half;  // old: stage of the item `half` before this one
   std::uint32_t parity = 0;
@@ -123,10 +128,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32) exchange_dispatch_bulk(const _
   if (ok) push_rows(q, call, args, smem + static_cast<std::size_t>(warp) * static_cast<std::size_t>(args.stages) * layout.bytes, full[warp]);
   if (!last_cta(q, rank, kTicketDispatch)) return;
   if (args.handshake != 0) close_epoch(q, rank, kSignalReady, ready);
-  const std::uint32_t epoch = open_epoch(q, rank, kSignalRows);
-  post_signal(q, rank, kSignalRows, epoch);
-  if (!await_signal(q, rank, kSignalRows, epoch)) mark_lost(q, rank, call);
-  close_epoch(q, rank, kSignalRows, epoch);
+  post_and_await(q, rank, call, kSignalRows);
 #endif
 }
 

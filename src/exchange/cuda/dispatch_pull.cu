@@ -51,10 +51,7 @@ __global__ void __launch_bounds__(kRowThreads)
   }
   if (!last_cta(q, rank, kTicketDispatch)) return;
   close_epoch(q, rank, kSignalReady, ready);
-  const std::uint32_t epoch = open_epoch(q, rank, kSignalRows);
-  post_signal(q, rank, kSignalRows, epoch);
-  if (!await_signal(q, rank, kSignalRows, epoch)) mark_lost(q, rank, call);
-  close_epoch(q, rank, kSignalRows, epoch);
+  post_and_await(q, rank, call, kSignalRows);
 }
 
 }  // namespace

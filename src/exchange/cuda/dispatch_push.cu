@@ -11,8 +11,8 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr int kVectors = 4;                    // 16-byte loads of a lane in flight
-constexpr int kPiece = kVectors * 32 * 16;     // bytes
+constexpr int kVectors = 4;                 // 16-byte loads of a lane in flight
+constexpr int kPiece = kVectors * 32 * 16;  // bytes
 
 __device__ __forceinline__ void push_piece(const ExchangeParams& q, const RowPart& part, const void* source, int t, int offset, const RowEntry& entry,
                                            int num_entries) {
@@ -64,10 +64,7 @@ __global__ void __launch_bounds__(kRowThreads) exchange_dispatch_push(const __gr
   }
   if (!last_cta(q, rank, kTicketDispatch)) return;
   if (args.handshake != 0) close_epoch(q, rank, kSignalReady, ready);
-  const std::uint32_t epoch = open_epoch(q, rank, kSignalRows);
-  post_signal(q, rank, kSignalRows, epoch);
-  if (!await_signal(q, rank, kSignalRows, epoch)) mark_lost(q, rank, call);
-  close_epoch(q, rank, kSignalRows, epoch);
+  post_and_await(q, rank, call, kSignalRows);
 }
 
 }  // namespace

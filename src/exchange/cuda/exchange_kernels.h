@@ -14,14 +14,14 @@ namespace waybill::cuda {
 
 // Rows of one tensor in a push: [rows, bytes]. bytes and strides are multiples of 16.
 struct RowPart {
-  std::uint64_t window;      // where rows arrive: the same offset in every arena
-  std::int64_t stride;       // bytes between rows of the source
-  std::int32_t bytes;        // 0: no such part
+  std::uint64_t window;  // where rows arrive: the same offset in every arena
+  std::int64_t stride;   // bytes between rows of the source
+  std::int32_t bytes;    // 0: no such part
   std::int32_t unused;
 };
 
 struct DispatchArgs {
-  RowPart part[2];  // payload (call.a), scales (call.b)
+  RowPart part[2];         // payload (call.a), scales (call.b)
   std::int32_t handshake;  // 1: wait for kSignalReady of every rank before writing
   // Bulk kernel: a row travels in `chunks` pieces of chunk_bytes (the last may be shorter) through `stages` buffers a warp.
   std::int32_t chunks, chunk_bytes, stages;
@@ -56,6 +56,9 @@ void launch_dispatch_bulk(const ExchangeParams& q, const DispatchArgs& args, int
 void launch_dispatch_pull(const ExchangeParams& q, const DispatchArgs& args, std::uint64_t source_window, int ctas, bool overlap, cudaStream_t stream);
 // wire: type of the partials, out: of the result.
 void launch_combine_pull(const ExchangeParams& q, const CombineArgs& args, RowType wire, RowType out, int ctas, bool overlap, cudaStream_t stream);
+// D <= 32. stages <= 16 a warp, warps <= 16.
+void launch_combine_bulk(const ExchangeParams& q, const CombineArgs& args, RowType wire, RowType out, int ctas, int warps, int stages, bool overlap,
+                         cudaStream_t stream);
 void launch_combine_push(const ExchangeParams& q, const CombineArgs& args, RowType wire, int ctas, bool overlap, cudaStream_t stream);
 void launch_slot_values_gather(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_slot_values_return(const ExchangeParams& q, int ctas, bool overlap, cudaStream_t stream);
@@ -70,13 +73,17 @@ const void* dispatch_push_kernel();
 const void* dispatch_bulk_kernel();
 const void* dispatch_pull_kernel();
 const void* combine_pull_kernel(RowType wire, RowType out);
-const void* combine_push_kernel(RowType wire);
+const void* combine_bulk_kernel(RowType wire, RowType out);
+const void* combine_push_kernel();
 const void* slot_values_return_kernel(int id_bytes);
+// Dynamic shared memory of the bulk kernels.
+std::size_t dispatch_bulk_smem(const DispatchArgs& args, int D, int warps);
+std::size_t combine_bulk_smem(int warps, int stages);
 
 // Queues kernel(args...) on a grid of (ctas, ranks of the launch).
 template <class... Params, class... Args>
-void launch_ranks(void (*kernel)(ExchangeParams, Params...), int ctas, int threads, std::size_t smem, bool overlap, cudaStream_t stream, const ExchangeParams& q,
-                  const Args&... args) {
+void launch_ranks(void (*kernel)(ExchangeParams, Params...), int ctas, int threads, std::size_t smem, bool overlap, cudaStream_t stream,
+                  const ExchangeParams& q, const Args&... args) {
   static_assert((std::is_same_v<Params, Args> && ...), "the arguments are passed by address: their types must be the kernel's");
   if (smem > 48 * 1024) (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
   cudaLaunchAttribute attribute{};

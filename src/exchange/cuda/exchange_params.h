@@ -14,9 +14,9 @@
 
 namespace waybill::cuda {
 
-inline constexpr int kPlanTile = 64;    // tokens a CTA of the plan
-inline constexpr int kMaxPlanK = 128;   // experts a token that the plan kernels take
-inline constexpr int kLayoutTile = 128; // rows a CTA of the layout, or 32 where L is large
+inline constexpr int kPlanTile = 64;     // tokens a CTA of the plan
+inline constexpr int kMaxPlanK = 128;    // experts a token that the plan kernels take
+inline constexpr int kLayoutTile = 128;  // rows a CTA of the layout, or 32 where L is large
 
 // Signals between ranks. Phase numbers of wait errors are kExchangePhase + signal.
 enum ExchangeSignal : int {
@@ -51,7 +51,7 @@ struct HandleHeader {
 };
 
 // One destination of a token.
-struct RowEntry {
+struct alignas(16) RowEntry {
   std::int32_t rank;        // -1: none
   std::int32_t row;         // at the destination
   std::int32_t slot_begin;  // row-order slot at the destination
@@ -60,7 +60,7 @@ struct RowEntry {
 static_assert(sizeof(RowEntry) == 16);
 
 // What travels with a row besides its payload.
-struct RowMeta {
+struct alignas(8) RowMeta {
   std::int32_t slot_begin;
   std::int32_t entry;  // token * D + index among the token's destinations: where a pushed partial goes back to
 };
@@ -71,9 +71,9 @@ struct ExchangeShape {
   std::int32_t local_id_bytes;  // of what travels
   std::int32_t alignment;
   std::int32_t row_budget, slot_budget, padded_budget;
-  std::int32_t plan_tiles;    // stride of the tile counts, a multiple of 4
-  std::int32_t layout_rows;   // rows of a layout tile: 128 or 32
-  std::int32_t layout_tiles;  // stride of the expert counts, a multiple of 4
+  std::int32_t plan_tiles;          // stride of the tile counts, a multiple of 4
+  std::int32_t layout_rows;         // rows of a layout tile: 128 or 32
+  std::int32_t layout_tiles;        // stride of the expert counts, a multiple of 4
   const std::int32_t* rank_table;   // [E] on the launch's device, or null: E / P consecutive experts a rank
   const std::int32_t* local_table;  // [E]
 

@@ -29,8 +29,7 @@ __device__ __forceinline__ void close_epoch(const ExchangeParams& q, int rank, E
 
 __device__ __forceinline__ void post_signal(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch) {
   for (int peer = static_cast<int>(threadIdx.x); peer < q.shape.P; peer += static_cast<int>(blockDim.x)) {
-    ptx::fence_acq_rel_sys();
-    ptx::st_release_sys(&q.control(peer)->flag[signal][rank], epoch);
+    ptx::st_release_sys(&q.control(peer)->flag[signal][rank], epoch);  // releases what the CTA has seen, other CTAs' writes included
   }
 }
 
@@ -55,28 +54,36 @@ __device__ __forceinline__ void mark_lost(const ExchangeParams& q, int rank, con
   status.timeout_expected = error.expected, status.timeout_seen = error.seen;
 }
 
-// True in the CTA of this rank's grid row that arrives last; what all the others wrote is then visible to it and, behind a signal, to peers.
+// True in the CTA of this rank's grid row that arrives last; what all the others wrote is then visible to it and, behind a signal, to peers
+// (a release at system scope covers what the releasing CTA has acquired at GPU scope).
 __device__ __forceinline__ bool last_cta(const ExchangeParams& q, int rank, ExchangeTicket ticket) {
   __shared__ int is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
     std::uint32_t* word = &q.control(rank)->ticket[ticket];
-    ptx::fence_acq_rel_sys();
-    is_last = ptx::atom_add_relaxed_gpu(word, 1u) == gridDim.x - 1 ? 1 : 0;
+    is_last = ptx::atom_add_acq_rel_gpu(word, 1u) == gridDim.x - 1 ? 1 : 0;
     if (is_last != 0) *word = 0;
-    ptx::fence_acq_rel_sys();
   }
   __syncthreads();
   return is_last != 0;
 }
 
-// The end of a kernel that fills windows of peers: the last CTA posts and waits for the peers' posts.
-__device__ __forceinline__ void finish_with_signal(const ExchangeParams& q, int rank, const RankCall& call, ExchangeTicket ticket, ExchangeSignal signal) {
-  if (!last_cta(q, rank, ticket)) return;
+// By the last CTA: post; then, where the end of the kernel means that the peers' data is here, wait for theirs.
+__device__ __forceinline__ void post_only(const ExchangeParams& q, int rank, ExchangeSignal signal) {
+  const std::uint32_t epoch = open_epoch(q, rank, signal);
+  post_signal(q, rank, signal, epoch);
+  __syncthreads();  // all have read the epoch
+  close_epoch(q, rank, signal, epoch);
+}
+__device__ __forceinline__ void post_and_await(const ExchangeParams& q, int rank, const RankCall& call, ExchangeSignal signal) {
   const std::uint32_t epoch = open_epoch(q, rank, signal);
   post_signal(q, rank, signal, epoch);
   if (!await_signal(q, rank, signal, epoch)) mark_lost(q, rank, call);
   close_epoch(q, rank, signal, epoch);
+}
+// In any kernel behind the one that posted: the peers' posts of the same epoch. Does not depend on which CTAs are resident.
+__device__ __forceinline__ bool await_posted(const ExchangeParams& q, int rank, ExchangeSignal signal) {
+  return await_signal(q, rank, signal, ptx::ld_relaxed_gpu(&q.control(rank)->epoch[signal]));
 }
 
 }  // namespace waybill::cuda

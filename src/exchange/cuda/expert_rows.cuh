@@ -25,6 +25,20 @@ __device__ __forceinline__ RowSlots load_slots(const ExchangeShape& shape, const
   return slots;
 }
 
+// The slots of a row that will be read next: fetched while the row before it moves. begin = end: none.
+struct NextRow {
+  int begin = 0, end = 0;
+  RowSlots slots{0, 1.0f, 0};
+};
+__device__ __forceinline__ NextRow fetch_row(const ExchangeShape& shape, const RankCall& call, std::int64_t row, int R, bool weighted) {
+  NextRow next;
+  if (row >= R) return next;
+  const int* offsets = handle_part<int>(call, shape.h_row_slot_offsets) + row;
+  next.begin = offsets[0], next.end = offsets[1];
+  next.slots = load_slots(shape, call, next.begin, next.end, weighted);
+  return next;
+}
+
 // visit(s) for every padding slot, by the warps of the grid.
 template <class Visit>
 __device__ __forceinline__ void for_padding(const ExchangeShape& shape, const RankCall& call, int num_warps, int warp, const Visit& visit) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layout, first step: slots of each (expert, tile of rows).
 //
-// Grid (tiles the row budget can hold, ranks), 512 threads; tiles behind the last row end at once. Reads row metadata and local ids of the
-// own window; writes expert_tiles [L][tiles]. Bytes: 8 R + (2 or 4) S read, 4 L * tiles written.
+// Waits for the metadata of all ranks (kSignalMeta). Grid (tiles the row budget can hold, ranks), 512 threads; tiles behind the last row end at once. Reads row
+// metadata and local ids of the own window; writes expert_tiles [L][tiles]. Bytes: 8 R + (2 or 4) S read, 4 L * tiles written.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/layout_tile.cuh"
 
@@ -16,6 +16,8 @@ __global__ void __launch_bounds__(kLayoutThreads) exchange_layout_count(const __
   const RankCall& call = q.call[blockIdx.y];
   const int rank = q.ranks.rank[blockIdx.y];
   begin_exchange_kernel();
+  if (header_of(call)->valid == 0) return;
+  if (!await_posted(q, rank, kSignalMeta)) return mark_lost(q, rank, call);
   const HandleHeader header = *header_of(call);
   if (static_cast<int>(blockIdx.x) * q.shape.layout_rows >= header.R) return;
   const LayoutTile tile = load_tile(q, rank, header, starts);

@@ -12,8 +12,8 @@ namespace waybill::cuda {
 inline constexpr int kLayoutThreads = 512;
 
 struct LayoutTile {
-  int first, num_rows;    // rows
-  int begin, end;         // row-order slots
+  int first, num_rows;  // rows
+  int begin, end;       // row-order slots
 };
 
 // starts [rows of a tile + 1] in shared memory: first slot of each row.

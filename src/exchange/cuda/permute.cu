@@ -22,18 +22,19 @@ __global__ void __launch_bounds__(kRowThreads) exchange_permute(const __grid_con
   const auto* rows = static_cast<const unsigned char*>(call.a);
   auto* y = static_cast<unsigned char*>(call.c);
   const std::int64_t row_stride = args.row_stride * element_bytes, slot_stride = args.slot_stride * element_bytes;
-  const int* row_slot_offsets = handle_part<int>(call, shape.h_row_slot_offsets);
+  NextRow next = fetch_row(shape, call, warp / pieces, R, false);
   for (std::int64_t item = warp; item < static_cast<std::int64_t>(R) * pieces; item += num_warps) {
     const auto row = static_cast<int>(item / pieces);
     const int at = static_cast<int>(item % pieces) * kPiece + lane * 16;
-    const int begin = row_slot_offsets[row], end = row_slot_offsets[row + 1];
+    const NextRow own = next;
     uint4 v[kVectors] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (at + i * 512 < row_bytes) v[i] = load_row(rows + row * row_stride + at + i * 512);
     }
-    for (int first = begin; first < end; first += 32) {
-      const RowSlots slots = load_slots(shape, call, first, end, false);
+    next = fetch_row(shape, call, (item + num_warps) / pieces, R, false);
+    for (int first = own.begin; first < own.end; first += 32) {
+      const RowSlots slots = first == own.begin ? own.slots : load_slots(shape, call, first, own.end, false);
       for (int j = 0; j < slots.num; ++j) {
         unsigned char* to = y + __shfl_sync(ptx::kFullWarp, slots.position, j) * slot_stride;
 #pragma unroll

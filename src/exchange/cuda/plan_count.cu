@@ -13,9 +13,9 @@ namespace waybill::cuda {
 namespace {
 
 struct CountsStorage {
-  int totals[2 * kMaxDevicePeers];               // of this rank
-  int own[2][kMaxDevicePeers];                   // rows and slots that come from each source
-  std::int64_t demand[2 * kMaxDevicePeers];      // rows, then slots, of each rank
+  int totals[2 * kMaxDevicePeers];           // of this rank
+  int own[2][kMaxDevicePeers];               // rows and slots that come from each source
+  std::int64_t demand[2 * kMaxDevicePeers];  // rows, then slots, of each rank
 };
 
 // Offsets, demand and verdict from the matrix [P sources][2P].
@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_count(const __grid
 
 void launch_plan_count(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream) {
   const std::size_t smem = static_cast<std::size_t>(kPlanTile * q.shape.P) * 2;
-  launch_ranks(q.shape.id_bytes == 2 ? exchange_plan_count<std::int16_t> : exchange_plan_count<std::int32_t>, num_tiles, kPlanThreads, smem, overlap, stream, q);
+  launch_ranks(q.shape.id_bytes == 2 ? exchange_plan_count<std::int16_t> : exchange_plan_count<std::int32_t>, num_tiles, kPlanThreads, smem, overlap, stream,
+               q);
 }
 
 }  // namespace waybill::cuda

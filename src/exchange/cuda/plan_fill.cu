@@ -3,7 +3,8 @@
 //
 // Grid (tiles of 64 tokens, ranks), 512 threads. a: ids [T, K], b: weights [T, K] f32. The slots of a tile that go to one rank are
 // neighbours there: they are put together in shared memory and written as one run. Nothing is done on an invalid handle.
-// Bytes over the links: 8 a row, 4 + local id a slot. Ends with kSignalMeta from all ranks.
+// Bytes over the links: 8 a row, 4 + local id a slot. Posts kSignalMeta,
+// which layout_count waits for: dispatch need not.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/plan_tile.cuh"
 #include "exchange/cuda/tile_scan.cuh"
@@ -47,8 +48,8 @@ __device__ __forceinline__ void scan_tokens(const std::uint16_t* counts, int P, 
 }
 
 // The destinations of one token in rank order. One warp.
-__device__ __forceinline__ void write_entries(const ExchangeParams& q, const RankCall& call, int t, const std::uint16_t* counts, const std::uint16_t* slot_start,
-                                              const std::uint8_t* row_start, const TileBases& base) {
+__device__ __forceinline__ void write_entries(const ExchangeParams& q, const RankCall& call, int t, const std::uint16_t* counts,
+                                              const std::uint16_t* slot_start, const std::uint8_t* row_start, const TileBases& base) {
   const ExchangeShape& shape = q.shape;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   auto* entries = handle_part<RowEntry>(call, shape.h_entries) + static_cast<std::int64_t>(t) * shape.D;
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_fill(const __grid_
       to_ids[i] = stage_ids[base.stage[r] + i];
     }
   }
-  finish_with_signal(q, rank, call, kTicketPlanFill, kSignalMeta);
+  if (last_cta(q, rank, kTicketPlanFill)) post_only(q, rank, kSignalMeta);
 }
 
 template <class Id>

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) exchange_slot_values_gather(const __
   const int rank = q.ranks.rank[blockIdx.y];
   begin_exchange_kernel();
   if (header_of(call)->valid == 0) return;
-  if (!await_signal(q, rank, kSignalValuesRead, q.control(rank)->epoch[kSignalValuesRead])) return mark_lost(q, rank, call);
+  if (!await_posted(q, rank, kSignalValuesRead)) return mark_lost(q, rank, call);
   const int* position = handle_part<int>(call, q.shape.h_slot_position);
   float* values = q.window<float>(rank, q.shape.slot_values);
   const int S = header_of(call)->S;

@@ -10,7 +10,7 @@ namespace waybill::cuda {
 namespace {
 
 template <class Id>
-__global__ void __launch_bounds__(kRowThreads) exchange_slot_values_return(const __grid_constant__ ExchangeParams q) {
+__global__ void __launch_bounds__(kRowThreads, 2) exchange_slot_values_return(const __grid_constant__ ExchangeParams q) {
   __shared__ int next[kRowThreads / 32][kMaxDevicePeers];  // next slot of the token at each rank
   const ExchangeShape& shape = q.shape;
   const RankCall& call = q.call[blockIdx.y];
@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(kRowThreads) exchange_slot_values_return(const
   const auto* ids = static_cast<const Id*>(call.a);
   for (int t = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); t < call.T; t += static_cast<int>(gridDim.x) * (kRowThreads / 32)) {
     const auto* entries = handle_part<RowEntry>(call, shape.h_entries) + static_cast<std::int64_t>(t) * shape.D;
+    for (int r = lane; r < shape.P; r += 32) next[warp][r] = shape.slot_budget;
+    __syncwarp();
     for (int d = lane; is_valid && d < shape.D; d += 32) {
       const RowEntry entry = entries[d];
       if (entry.rank >= 0) next[warp][entry.rank] = entry.slot_begin;
@@ -42,17 +44,14 @@ __global__ void __launch_bounds__(kRowThreads) exchange_slot_values_return(const
       if (at >= 0) slot = next[warp][at] + __popc(before);
       __syncwarp();
       if (at >= 0 && before == 0) next[warp][at] = slot + __popc(same);
-      if (at >= 0) value = __ldcg(q.window<float>(at, shape.slot_values) + slot);
+      if (at >= 0 && slot < shape.slot_budget) value = __ldcg(q.window<float>(at, shape.slot_values) + slot);
       if (k0 + lane < shape.K) static_cast<float*>(call.c)[place] = value;
       __syncwarp();
     }
   }
   if (!waits || !last_cta(q, rank, kTicketValues)) return;
   close_epoch(q, rank, kSignalValues, ready);
-  const std::uint32_t read = open_epoch(q, rank, kSignalValuesRead);
-  post_signal(q, rank, kSignalValuesRead, read);
-  __syncthreads();
-  close_epoch(q, rank, kSignalValuesRead, read);
+  post_only(q, rank, kSignalValuesRead);
 }
 
 }  // namespace

@@ -12,15 +12,23 @@ enum class DispatchPath : std::uint8_t {
   kBulk = 2,  // the SMs' copy engine (sm_90)
 };
 
+enum class CombinePath : std::uint8_t {
+  kAuto = 0,
+  kPull = 1,  // plain loads
+  kBulk = 2,  // the SMs' copy engine (sm_90, D <= 32)
+};
+
 // CTAs of each rank, at most one an SM; the launch is cut to what the GPU holds at a time.
 struct ExchangeTuning {
   DispatchPath dispatch = DispatchPath::kAuto;
   int dispatch_ctas = 24;
-  int bulk_warps = 0;         // 0: by row size
-  int bulk_stages = 0;        // a warp; 0: by row size
-  int bulk_chunk_bytes = 0;   // 0: by row size
+  int bulk_warps = 0;        // 0: by row size
+  int bulk_stages = 0;       // a warp; 0: by row size
+  int bulk_chunk_bytes = 0;  // 0: by row size
+  CombinePath combine = CombinePath::kAuto;
   int combine_ctas = 32;
-  int local_ctas = 0;         // permute and its counterparts; 0: every SM twice
+  int combine_warps = 8, combine_stages = 12;  // of the bulk kernel; a stage is 2 KB of a warp
+  int local_ctas = 0;                          // permute and its counterparts; 0: every SM twice
   bool overlap_launches = true;
 };
 

@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kRowThreads, 2) exchange_unpermute_backward(co
 void launch_unpermute_backward(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType dz, int ctas, bool overlap, cudaStream_t stream) {
   with_row_type(y, [&](auto* a) {
     with_row_type(dz, [&](auto* b) {
-      launch_ranks(exchange_unpermute_backward<std::remove_pointer_t<decltype(a)>, std::remove_pointer_t<decltype(b)>>, ctas, kRowThreads, 0, overlap, stream, q,
-                   args);
+      launch_ranks(exchange_unpermute_backward<std::remove_pointer_t<decltype(a)>, std::remove_pointer_t<decltype(b)>>, ctas, kRowThreads, 0, overlap, stream,
+                   q, args);
     });
   });
 }

@@ -14,15 +14,13 @@ constexpr int kBatch = 4;  // slots in flight
 constexpr int kPiece = kVectors * 32 * 16;
 
 template <class Y, class Z>
-__device__ __forceinline__ void reduce_row(const ExchangeParams& q, const RowsArgs& args, const RankCall& call, int row, int at) {
+__device__ __forceinline__ void reduce_row(const ExchangeParams& q, const RowsArgs& args, const RankCall& call, const NextRow& own, int row, int at) {
   constexpr int kValues = Vector<Y>::kValues;
   const int row_bytes = args.H * static_cast<int>(sizeof(Y));
-  const int* row_slot_offsets = handle_part<int>(call, q.shape.h_row_slot_offsets);
-  const int begin = row_slot_offsets[row], end = row_slot_offsets[row + 1];
   const Y* y = static_cast<const Y*>(call.a);
   float sum[kVectors][kValues] = {};
-  for (int first = begin; first < end; first += 32) {
-    const RowSlots slots = load_slots(q.shape, call, first, end, args.weighted != 0);
+  for (int first = own.begin; first < own.end; first += 32) {
+    const RowSlots slots = first == own.begin ? own.slots : load_slots(q.shape, call, first, own.end, args.weighted != 0);
     for (int j0 = 0; j0 < slots.num; j0 += kBatch) {
       uint4 v[kBatch][kVectors];
 #pragma unroll
@@ -38,7 +36,7 @@ __device__ __forceinline__ void reduce_row(const ExchangeParams& q, const RowsAr
       for (int j = 0; j < kBatch; ++j) {
         const float weight = __shfl_sync(ptx::kFullWarp, slots.weight, (j0 + j) & 31);
         if (j0 + j >= slots.num) continue;
-        const bool is_first = first == begin && j0 + j == 0;
+        const bool is_first = first == own.begin && j0 + j == 0;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
           float x[kValues];
@@ -64,11 +62,16 @@ __global__ void __launch_bounds__(kRowThreads) exchange_unpermute_reduce(const _
   const RankCall& call = q.call[blockIdx.y];
   const int rank = q.ranks.rank[blockIdx.y], lane = static_cast<int>(threadIdx.x) & 31;
   begin_exchange_kernel();
-  if (args.await_pulled != 0 && !await_signal(q, rank, kSignalPulled, q.control(rank)->epoch[kSignalPulled])) return mark_lost(q, rank, call);
+  if (args.await_pulled != 0 && !await_posted(q, rank, kSignalPulled)) return mark_lost(q, rank, call);
   const int pieces = (args.H * static_cast<int>(sizeof(Y)) + kPiece - 1) / kPiece;
   const std::int64_t items = static_cast<std::int64_t>(header_of(call)->R) * pieces, step = static_cast<std::int64_t>(gridDim.x) * (kRowThreads / 32);
-  for (std::int64_t item = static_cast<std::int64_t>(threadIdx.x >> 5) * gridDim.x + blockIdx.x; item < items; item += step) {
-    reduce_row<Y, Z>(q, args, call, static_cast<int>(item / pieces), static_cast<int>(item % pieces) * kPiece + lane * 16);
+  const std::int64_t first = static_cast<std::int64_t>(threadIdx.x >> 5) * gridDim.x + blockIdx.x;
+  const int R = header_of(call)->R;
+  NextRow next = fetch_row(q.shape, call, first / pieces, R, args.weighted != 0);
+  for (std::int64_t item = first; item < items; item += step) {
+    const NextRow own = next;
+    next = fetch_row(q.shape, call, (item + step) / pieces, R, args.weighted != 0);
+    reduce_row<Y, Z>(q, args, call, own, static_cast<int>(item / pieces), static_cast<int>(item % pieces) * kPiece + lane * 16);
   }
 }
 

@@ -15,7 +15,8 @@
 
 namespace waybill::cuda {
 
-__device__ __forceinline__ void record_wait_error(const DevPeers& p, int rank, std::uint32_t state, int phase, int peer, std::uint32_t expected, std::uint32_t seen) {
+__device__ __forceinline__ void record_wait_error(const DevPeers& p, int rank, std::uint32_t state, int phase, int peer, std::uint32_t expected,
+                                                  std::uint32_t seen) {
   DeviceWaitError& error = p.control(rank)->error;
   if (atomicCAS(&error.state, 0u, state) != 0u) return;
   error.phase = phase, error.rank = rank, error.peer = peer, error.expected = expected, error.seen = seen;

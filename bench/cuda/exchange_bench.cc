@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exchange benchmark: checks every shape end to end (identity experts on integer stamps come back exactly), then times captured steps;
+// prints a table and writes records as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
+//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--tune]
+// With two GPUs: one rank on each, over their link. With one: the steps without a link, and two virtual ranks.
+// Method "captured": a graph of 8 steps over 4 sets of routes and rows on each GPU, replayed 50 times; microseconds a step, the slower GPU's.
+// Floors: bytes over 363 GB/s pushed or 333 GB/s pulled on the link, over 4.29 TB/s in memory (docs/perf/exchange.md).
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "bench/cuda/exchange_group.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr double kPushBytesPerUs = 363e3, kPullBytesPerUs = 333e3, kMemoryBytesPerUs = 4.29e6;
+constexpr int kSteps = 8, kReplays = 50;
+
+std::FILE* g_out = nullptr;
+bool g_all_match = true;
+std::string g_filter;
+
+void record(const char* op, const std::string& name, const std::string& variant, const StepTime& t, double floor, double target, bool checked) {
+  g_all_match &= checked;
+  fmt::print("{:<28} {:<30} {:<22} {:8.1f} us  [{:.1f} {:.1f}]  floor {:6.1f} x{:4.2f}  target {:>5} {}{}\n", op, name, variant, t.p50, t.p10, t.p90, floor,
+             floor > 0 ? t.p50 / floor : 0, target > 0 ? fmt::format("{:.0f}", target) : "-", target <= 0 ? "" : (t.p50 <= target ? "met" : "MISSED"),
+             checked ? "" : "  WRONG");
+  fmt::print(g_out,
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{},"
+             "\"target\":{},\"peers\":{{}},\"evidence\":\"distributed op\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":{}}}\n",
+             op, name, variant, t.p50, t.p90 - t.p10, floor > 0 ? fmt::format("{:.3f}", floor) : "null", target > 0 ? fmt::format("{:.1f}", target) : "null",
+             checked ? "true" : "false", t.p50, kSteps * kReplays);
+  std::fflush(g_out), std::fflush(stdout);
+}
+
+using Part = ExchangeGroup::Part;
+
+struct Targets {
+  double dispatch_plan, dispatch_fresh, gather, copy, combine, back;  // 0: none
+};
+
+// The steps of one shape between two ranks.
+void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const std::string& where, const Targets& want) {
+  const std::string name = fmt::format("T{} H{} K{} E{}{} {}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "", where);
+  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  ExchangeGroup g(c, 2, devices);
+  const bool ok = g.check();
+  const ReceiveLayout received = g.received();
+  const double row = static_cast<double>(c.H) * (c.scale_bytes > 0 ? 1 : 2) + static_cast<double>(c.scale_bytes), rows = static_cast<double>(g.remote_rows());
+  const double meta = rows * 8 + static_cast<double>(received.S()) / 2 * 6;
+  const bool linked = devices.size() > 1;
+  const double push = linked ? rows * row / kPushBytesPerUs : 0, pull = linked ? rows * row / kPullBytesPerUs : 0;
+  const double fresh = linked ? push + meta / kPushBytesPerUs : 0;
+  const double copy = static_cast<double>(received.R() + received.S()) * row / kMemoryBytesPerUs;
+  const auto time = [&](const ExchangeGroup::Step& step) { return g.time(step, kSteps, kReplays); };
+  record("plan", name, "", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s); }), 0, c.E == 2304 ? 20 : 0, ok);
+  record("layout", name, "", time([&](Part& p, int, cudaStream_t s) { g.layout(p, s); }), 0, 0, ok);
+  record("dispatch", name, "plan given", time([&](Part& p, int i, cudaStream_t s) { g.dispatch(p, i, false, s); }), push, want.dispatch_plan, ok);
+  record("dispatch", name, "fresh route", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch(p, i, true, s); }), fresh, want.dispatch_fresh,
+         ok);
+  record("x to rows for the GEMM", name, "gather list, serial",
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.layout(p, s), g.dispatch(p, i, true, s); }), fresh, 0, ok);
+  record("x to rows for the GEMM", name, "gather list", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh,
+         want.gather, ok);
+  if (c.scale_bytes > 0) return;
+  (void)g.received();  // set 0 again, as return_values() wants
+  record("x to rows for the GEMM", name, "permuted copy, serial",
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, want.copy, ok);
+  (void)g.received();
+  record("permute", name, "", time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }), copy, 0, ok);
+  record("unpermute_reduce", name, "", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }), copy, 0, ok);
+  record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
+  record("combine", name, "pull, with d_weights", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s), g.return_values(p, s); }), pull, 0, ok);
+  record("combine", name, "push into slots", time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }), push, 0, ok);
+  record("expert rows to out", name, "serial", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s), g.combine(p, s); }), pull + copy, want.back, ok);
+}
+
+// Permute and its counterpart on one GPU, at the shapes of the table: one rank stands for the receiver.
+void measure_local(const ExchangeShapeCase& c, double permute_target, double unpermute_target) {
+  const std::string name = fmt::format("R{} H{} L{}", c.T, c.H, c.E);
+  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  ExchangeGroup g(c, 1, {0});
+  const bool ok = g.check();
+  const ReceiveLayout received = g.received();
+  const std::string full = fmt::format("{} S{} 1 GPU", name, received.S());
+  const double slots = static_cast<double>(received.S()), rows = static_cast<double>(received.R()), row = static_cast<double>(c.H) * 2;
+  record("layout", full, "", g.time([&](Part& p, int, cudaStream_t s) { g.layout(p, s); }, kSteps, kReplays), 0, 0, ok);
+  record("permute", full, "", g.time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }, kSteps, kReplays), (rows + slots) * row / kMemoryBytesPerUs,
+         permute_target, ok);
+  // Wire bf16, as between ranks: z is written as bf16 rows.
+  const auto reduce = [&](Part& p, int, cudaStream_t s) { p.exchange.unpermute_reduce(p.handle, DType::kBF16, p.y, false, DType::kBF16, p.z, true, s); };
+  record("unpermute_reduce", full, "bf16", g.time(reduce, kSteps, kReplays), (rows + slots) * row / kMemoryBytesPerUs, unpermute_target, ok);
+}
+
+// Rates that the floors stand beside, of this run: memory copy, and both ways over the link by the copy engine.
+void anchors(const std::vector<int>& devices) {
+  constexpr std::size_t kBytes = std::size_t{512} << 20;
+  std::vector<DeviceBuffer> from, to;
+  for (const int device : devices) from.emplace_back(kBytes, device), to.emplace_back(kBytes, device);
+  std::vector<std::unique_ptr<CudaStream>> streams;
+  for (const int device : devices) streams.push_back(std::make_unique<CudaStream>(device));
+  const auto rate = [&](bool across) {
+    double best = 0;
+    for (int round = 0; round < 3; ++round) {
+      std::vector<std::unique_ptr<CudaEvent>> begin, end;
+      for (std::size_t d = 0; d < devices.size(); ++d) {
+        const DeviceGuard guard(devices[d]);
+        begin.push_back(std::make_unique<CudaEvent>()), end.push_back(std::make_unique<CudaEvent>());
+        begin[d]->record(*streams[d]);
+        const std::size_t peer = across ? (d + 1) % devices.size() : d;
+        for (int i = 0; i < 4; ++i) WB_TRY_CUDA(cudaMemcpyAsync(to[peer].data(), from[d].data(), kBytes, cudaMemcpyDefault, *streams[d]));
+        end[d]->record(*streams[d]);
+      }
+      double slowest = 0;
+      for (std::size_t d = 0; d < devices.size(); ++d)
+        end[d]->synchronize(), slowest = std::max(slowest, static_cast<double>(end[d]->elapsed_us_since(*begin[d])));
+      best = std::max(best, 4.0 * kBytes / slowest * 1e-3);
+    }
+    return best;
+  };
+  const double memory = 2 * rate(false), link = devices.size() > 1 ? rate(true) : 0;
+  fmt::print("device copy {:.0f} GB/s read + written; copy engine over the link, both ways at once: {:.0f} GB/s each\n", memory, link);
+}
+
+void tune_dispatch(ExchangeGroup& g, const std::string& name) {
+  const ExchangeTuning saved = g.tuning();
+  const auto time = [&] { return g.time([&](Part& p, int i, cudaStream_t s) { g.dispatch(p, i, false, s); }, 6, 7).p50; };
+  for (const int ctas : {8, 16, 24, 32, 64}) {
+    std::string line = fmt::format("tune dispatch {:<22} {:3} CTAs |", name, ctas);
+    ExchangeTuning t = saved;
+    t.dispatch_ctas = ctas, t.dispatch = DispatchPath::kPush;
+    g.set_tuning(t);
+    line += fmt::format(" plain {:.1f} | bulk warps x stages x chunk:", time());
+    for (const auto& [warps, stages, chunk] : {std::array{4, 4, 8192}, std::array{6, 4, 8192}, std::array{12, 4, 4096}, std::array{16, 4, 2048},
+                                               std::array{16, 8, 1024}, std::array{8, 2, 8192}, std::array{4, 6, 8192}}) {
+      t.dispatch = DispatchPath::kBulk, t.bulk_warps = warps, t.bulk_stages = stages, t.bulk_chunk_bytes = chunk;
+      g.set_tuning(t);
+      line += fmt::format(" [{}x{}x{}] {:.1f}", warps, stages, chunk, time());
+    }
+    fmt::print("{}\n", line);
+  }
+  g.set_tuning(saved);
+}
+
+void tune_combine(ExchangeGroup& g, const std::string& name) {
+  const ExchangeTuning saved = g.tuning();
+  std::string line = fmt::format("tune combine {:<22} |", name);
+  for (const int ctas : {8, 16, 24, 32, 48, 64, 132}) {
+    ExchangeTuning t = saved;
+    t.combine_ctas = ctas;
+    g.set_tuning(t);
+    line += fmt::format(" {} CTAs: pull {:.1f} push {:.1f} |", ctas, g.time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }, 6, 7).p50,
+                        g.time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }, 6, 7).p50);
+  }
+  fmt::print("{}\n", line);
+  line = fmt::format("tune local {:<22} |", name);
+  for (const int ctas : {132, 264, 396, 528}) {
+    ExchangeTuning t = saved;
+    t.local_ctas = ctas;
+    g.set_tuning(t);
+    line += fmt::format(" {} CTAs: permute {:.1f} unpermute {:.1f} |", ctas, g.time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }, 6, 7).p50,
+                        g.time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }, 6, 7).p50);
+  }
+  fmt::print("{}\n", line);
+  g.set_tuning(saved);
+}
+
+void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
+  const std::string name = fmt::format("T{} H{} K{} E{}", c.T, c.H, c.K, c.E);
+  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  ExchangeGroup g(c, 2, devices);
+  if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
+  tune_dispatch(g, name), tune_combine(g, name);
+}
+
+int main_checked(int argc, char** argv) {
+  std::string path = "exchange.jsonl";
+  bool is_tune = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--tune") {
+      is_tune = true;
+    } else if (argument == "--filter" && i + 1 < argc) {
+      g_filter = argv[++i];
+    } else {
+      path = argument;
+    }
+  }
+  int count = 0;
+  WB_TRY_CUDA(cudaGetDeviceCount(&count));
+  std::vector<int> devices{0};
+  if (count > 1) devices.push_back(1);
+  g_out = std::fopen(path.c_str(), "w");
+  WB_CHECK(g_out != nullptr, "cannot write {}", path);
+  anchors(devices);
+  const ExchangeShapeCase deepseek{4096, 7168, 8, 256}, sparse{4096, 512, 36, 64}, sparser{8192, 512, 36, 2304}, quantized{4096, 7168, 8, 256, 224};
+  if (is_tune) {
+    tune(deepseek, devices), tune(sparser, devices);
+    return g_all_match ? 0 : 1;
+  }
+  const bool linked = count > 1;
+  const std::string where = linked ? "2 GPUs" : "2 ranks on 1 GPU";
+  measure(deepseek, devices, where, linked ? Targets{0, 190, 205, 280, 195, 280} : Targets{});
+  measure(quantized, devices, where, linked ? Targets{105, 0, 0, 0, 0, 0} : Targets{});
+  measure(sparse, devices, where, linked ? Targets{0, 0, 0, 75, 0, 80} : Targets{});
+  measure(sparser, devices, where, linked ? Targets{45, 60, 0, 0, 50, 0} : Targets{});
+  if (!linked) {
+    measure_local({65536, 512, 5, 32, 0, 0.9}, 105, 110);
+    measure_local({8192, 7168, 4, 128}, 587.2 / 4.29 / 0.85, 587.2 / 4.29 / 0.85);
+  }
+  std::fclose(g_out);
+  return g_all_match ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace waybill::cuda
+
+int main(int argc, char** argv) {
+  try {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
+    return waybill::cuda::main_checked(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_cuda_exchange: %s\n", error.what());
+    return 1;
+  }
+}
