@@ -27,7 +27,7 @@ declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
-  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/main.cc"
+  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_links_test.cc tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"

@@ -254,4 +254,35 @@ inline void expect_same_result(const ts::RankResult& want, const ts::RankResult&
   ASSERT_EQ(want.status.num_bad_ids, got.status.num_bad_ids) << what;
 }
 
+inline std::vector<std::int64_t> ragged_tokens(int P, std::int64_t most) {
+  std::vector<std::int64_t> T;
+  for (int p = 0; p < P; ++p) T.push_back(p % 4 == 1 ? 0 : (p % 4 == 2 ? 1 : most - p % 3 * (most / 5)));
+  return T;
+}
+
+inline ExchangeConfig config_of(const ts::Group& group) {
+  ExchangeConfig config = group.config();
+  for (const Route& route : group.routes) config.T_max = std::max(config.T_max, route.T());
+  return config;
+}
+
+// Runs the group on both engines, twice on the GPU.
+inline void compare(const ts::Group& group, const ExchangeConfig& config, const GpuOptions& options, const std::string& what) {
+  ts::RunOptions cpu;
+  cpu.x_dtype = options.x_dtype, cpu.out_dtype = options.out_dtype, cpu.weighted = options.weighted;
+  const std::vector<ts::RankResult> want = ts::run_group(group, config, cpu);
+  GpuGroup gpu(config, group.placement, options);
+  for (int round = 0; round < 2; ++round) {
+    gpu.upload(group);
+    gpu.step();
+    ASSERT_EQ(gpu.group().first_error(), "") << what;
+    for (int p = 0; p < group.placement.P; ++p) {
+      ts::RankResult got = gpu.result(p);
+      if (round == 1) got.status.num_bad_ids /= 2;  // sticky
+      expect_same_result(want[static_cast<std::size_t>(p)], got, what + ", rank " + std::to_string(p) + ", round " + std::to_string(round));
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
 }  // namespace waybill::cuda

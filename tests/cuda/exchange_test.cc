@@ -12,37 +12,6 @@ using ts::RandomRoute;
 // Loading a kernel at its first launch waits for the device, and with it for a peer that waits for this launch.
 const bool kEagerLoading = setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0;
 
-std::vector<std::int64_t> ragged_tokens(int P, std::int64_t most) {
-  std::vector<std::int64_t> T;
-  for (int p = 0; p < P; ++p) T.push_back(p % 4 == 1 ? 0 : (p % 4 == 2 ? 1 : most - p % 3 * (most / 5)));
-  return T;
-}
-
-ExchangeConfig config_of(const ts::Group& group) {
-  ExchangeConfig config = group.config();
-  for (const Route& route : group.routes) config.T_max = std::max(config.T_max, route.T());
-  return config;
-}
-
-// Runs the group on both engines, twice on the GPU.
-void compare(const ts::Group& group, const ExchangeConfig& config, const GpuOptions& options, const std::string& what) {
-  ts::RunOptions cpu;
-  cpu.x_dtype = options.x_dtype, cpu.out_dtype = options.out_dtype, cpu.weighted = options.weighted;
-  const std::vector<ts::RankResult> want = ts::run_group(group, config, cpu);
-  GpuGroup gpu(config, group.placement, options);
-  for (int round = 0; round < 2; ++round) {
-    gpu.upload(group);
-    gpu.step();
-    ASSERT_EQ(gpu.group().first_error(), "") << what;
-    for (int p = 0; p < group.placement.P; ++p) {
-      ts::RankResult got = gpu.result(p);
-      if (round == 1) got.status.num_bad_ids /= 2;  // sticky
-      expect_same_result(want[static_cast<std::size_t>(p)], got, what + ", rank " + std::to_string(p) + ", round " + std::to_string(round));
-      if (::testing::Test::HasFatalFailure()) return;
-    }
-  }
-}
-
 struct Case {
   int P;
   std::int64_t T, K, E, H;
@@ -425,53 +394,6 @@ TEST(ExchangeRefusalsCuda, BadArgumentsAreNamedBeforeALaunch) {
   EXPECT_THROW(exchange.dispatch(handle, DType::kBF16, rows, 0, true, nullptr), Error);
   rows.assign(1, DeviceRows{memory.data(), 0});
   EXPECT_THROW(exchange.combine(handle, 0, DType::kF32, rows, nullptr), Error);
-}
-
-class ExchangeTwoGpus : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, ExchangeTwoGpus, ::testing::Values(2, 4, 8));
-
-TEST_P(ExchangeTwoGpus, EqualsTheCpuEngineToTheBitOverNvlink) {
-  if (num_gpus() < 2) GTEST_SKIP() << "needs 2 GPUs";
-  const int P = GetParam();
-  const ts::Group group = ts::random_group(ragged_tokens(P, 300), 8, 64, 1024, RandomRoute{.seed = 40}, false);
-  for (const DispatchPath path : {DispatchPath::kPush, DispatchPath::kBulk}) {
-    for (const bool other : {false, true}) {
-      GpuOptions options;
-      options.devices = {0, 1}, options.tuning.dispatch = path, options.push_combine = options.pull_dispatch = other, options.handshake = true;
-      options.x_dtype = other ? DType::kBF16 : DType::kF32;
-      ExchangeConfig config = config_of(group);
-      config.combine_wire = other ? CombineWire::kBF16 : CombineWire::kF32;
-      compare(group, config, options, fmt::format("path {}, other {}", static_cast<int>(path), other));
-      if (HasFatalFailure()) return;
-    }
-  }
-}
-
-TEST_P(ExchangeTwoGpus, ReplaysWithChangingRoutes) {
-  if (num_gpus() < 2) GTEST_SKIP() << "needs 2 GPUs";
-  const int P = GetParam();
-  GpuOptions options;
-  options.devices = {0, 1};
-  std::vector<ts::Group> groups;
-  std::vector<std::vector<ts::RankResult>> want;
-  for (std::uint64_t s = 0; s < 3; ++s) {
-    groups.push_back(ts::random_group(std::vector<std::int64_t>(static_cast<std::size_t>(P), 128), 6, 64, 512, RandomRoute{.seed = 70 + s}, false));
-    want.push_back(ts::run_group(groups.back(), config_of(groups.back())));
-  }
-  GpuGroup gpu(config_of(groups[0]), groups[0].placement, options);
-  gpu.upload(groups[0]);
-  gpu.step();
-  gpu.capture();
-  for (int i = 0; i < 3000; ++i) {
-    const std::size_t set = static_cast<std::size_t>(i / 100 % 3);
-    if (i % 100 == 0) gpu.synchronize(), gpu.upload(groups[set]);
-    gpu.replay();
-    if (i % 500 != 499) continue;
-    gpu.synchronize();
-    for (int p = 0; p < P; ++p) expect_same_result(want[set][static_cast<std::size_t>(p)], gpu.result(p), fmt::format("replay {}", i));
-    if (HasFatalFailure()) return;
-  }
-  EXPECT_EQ(gpu.group().first_error(), "");
 }
 
 }  // namespace
