@@ -38,6 +38,7 @@ std::vector<std::string> key_names(const std::vector<Key>& keys) {
 std::string with_section(const std::string& name, const std::vector<std::string>& candidates) {
   if (name.find('.') != std::string::npos) return "";
   std::vector<std::string> last_parts;
+  last_parts.reserve(candidates.size());
   for (const std::string& candidate : candidates) last_parts.push_back(candidate.substr(candidate.rfind('.') + 1));
   const auto exact = std::find(last_parts.begin(), last_parts.end(), name);
   const auto found = exact != last_parts.end() ? exact : std::find(last_parts.begin(), last_parts.end(), nearest(name, last_parts));

@@ -12,8 +12,7 @@ namespace {
 
 constexpr double kMaxCount = 1e9, kMaxWidth = 1 << 20, kMaxReal = 1e30;
 
-#define WB_REF(expression) \
-  [](auto& c) -> auto& { return c.expression; }
+#define WB_REF(expression) ([](auto& c) -> auto& { return c.expression; })
 
 std::vector<LayerKey> make_layer_keys() {
   std::vector<LayerKey> keys;

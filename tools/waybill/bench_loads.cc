@@ -127,6 +127,7 @@ std::vector<Route> make_load(const BenchOptions& options, const BenchShape& shap
 
 std::vector<RouteView> views_of(const std::vector<Route>& routes) {
   std::vector<RouteView> views;
+  views.reserve(routes.size());
   for (const Route& route : routes) views.push_back(route.view());
   return views;
 }

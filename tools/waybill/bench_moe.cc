@@ -85,6 +85,7 @@ class RankBench {
 
   std::vector<StackCost> run(const std::vector<NamedStack>& stacks) {
     std::vector<StackCost> costs;
+    costs.reserve(stacks.size());
     for (const NamedStack& stack : stacks) costs.push_back(check(stack));
     time(stacks, costs);
     return costs;
@@ -127,6 +128,7 @@ class RankBench {
       std::int64_t calls = 0;
     };
     std::vector<Running> running;
+    running.reserve(stacks.size());
     for (const NamedStack& named : stacks) running.push_back({make_moe_stack(named.config, fabric_, &pool_), {}, 0});
     std::vector<std::function<void()>> bodies;
     for (Running& r : running) {

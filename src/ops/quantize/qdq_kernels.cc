@@ -6,6 +6,7 @@
 namespace waybill::detail {
 namespace {
 
+// NOLINTBEGIN(bugprone-macro-parentheses): neither an attribute nor a name can stand in parentheses.
 // The same functions for every instruction set; `target` is its attribute.
 #define WB_QDQ_SET(Set, set_name, target)                                                                                            \
   struct Set {                                                                                                                       \
@@ -20,6 +21,7 @@ namespace {
     target static void bf16(const float* x, std::int64_t count, std::uint16_t* y) { bf16_run(x, count, y); }                         \
     static constexpr const char* kName = set_name;                                                                                   \
   }
+// NOLINTEND(bugprone-macro-parentheses)
 
 template <class Set, ElementFormat kElement, ScaleFormat kScale>
 constexpr void fill(QdqKernels& kernels) {
