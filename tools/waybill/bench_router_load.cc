@@ -51,6 +51,7 @@ class Row {
   // The experts' values descend in their order and stay above all others.
   void sort(const std::vector<std::int32_t>& experts, DType dtype) {
     std::vector<float> chosen;
+    chosen.reserve(experts.size());
     for (const std::int32_t expert : experts) chosen.push_back(at(expert));
     std::sort(chosen.begin(), chosen.end(), std::greater<>());
     choose(experts);
@@ -81,6 +82,7 @@ class Row {
 
 std::vector<std::int64_t> groups_of(const std::vector<std::int32_t>& experts, std::int64_t group_size) {
   std::vector<std::int64_t> groups;
+  groups.reserve(experts.size());
   for (const std::int32_t expert : experts) groups.push_back(expert / group_size);
   std::sort(groups.begin(), groups.end());
   groups.erase(std::unique(groups.begin(), groups.end()), groups.end());
