@@ -76,38 +76,49 @@ TEST(ExchangeCases, F16_FortyRepeatsGiveOneBitPattern) {
   }
 }
 
-// One element with magnitudes that make every other order visible: 2^24 + 1 - 2^24 + 1 and friends.
+// One element with magnitudes that make every other order visible: within a rank that of the slots, and from four ranks on (two partial sums
+// commute) that of the ranks.
 TEST(ExchangeCases, F16_SumsRunInSlotOrderThenRankOrder) {
   const float big = 16777216.0f;
-  const std::vector<float> y_of_k = {big, 1.0f, -big, 1.0f, 3.0f, big, 1.0f, -big};
-  const std::vector<std::int32_t> ids = {0, 4, 1, 5, 6, 2, 7, 3};  // of 8 experts: rank 0 (of 2) gets slots k = 0, 2, 5, 7
+  const std::vector<float> y_of_k = {big, 1.0f, 1.0f, -big, 3.0f, big, -big, 1.0f};
+  const std::vector<std::int32_t> ids = {0, 4, 1, 5, 6, 2, 7, 3};  // of 8 experts: rank 0 of 2 gets slots k = 0, 2, 5, 7
   std::map<std::int32_t, float> y_of_expert;
   for (std::size_t k = 0; k < 8; ++k) y_of_expert[ids[k]] = y_of_k[k];
-  const auto sum = [&](const std::vector<std::size_t>& order) {
-    float total = y_of_k[order[0]];
-    for (std::size_t i = 1; i < order.size(); ++i) total += y_of_k[order[i]];
+  const auto sum = [](const std::vector<float>& values) {
+    float total = values[0];
+    for (std::size_t i = 1; i < values.size(); ++i) total += values[i];
     return total;
   };
-  const float one_rank = sum({0, 1, 2, 3, 4, 5, 6, 7});
-  const float two_ranks = sum({0, 2, 5, 7}) + sum({1, 3, 4, 6});
-  EXPECT_NE(one_rank, two_ranks);
-  EXPECT_NE(one_rank, sum({7, 6, 5, 4, 3, 2, 1, 0}));
-  for (const int P : {1, 2}) {
-    run_ranks(P, [&](Fabric& fabric) {
+  const auto parts = [&](int P) {  // by rank, each in slot order
+    std::vector<std::vector<float>> slots(static_cast<std::size_t>(P));
+    for (std::size_t k = 0; k < 8; ++k) slots[static_cast<std::size_t>(ids[k] / (8 / P))].push_back(y_of_k[k]);
+    std::vector<float> sums;
+    for (const std::vector<float>& of_rank : slots) sums.push_back(sum(of_rank));
+    return sums;
+  };
+  const std::map<int, float> wanted = {{1, 5.0f}, {2, 4.0f}, {4, 3.0f}, {8, 4.0f}};
+  EXPECT_NE(sum(y_of_k), sum({y_of_k.rbegin(), y_of_k.rend()}));
+  for (const auto& [P, value] : wanted) {
+    const std::vector<float> by_rank = parts(P);
+    EXPECT_EQ(sum(by_rank), value) << "P = " << P;
+    if (P >= 4) {
+      EXPECT_NE(sum({by_rank.rbegin(), by_rank.rend()}), value) << "P = " << P;
+    }
+    run_ranks(P, [&, ranks = P, total = value](Fabric& fabric) {
       ExchangeConfig config;
       config.H = 1;
       config.E = 8;
       config.K = 8;
-      Exchange exchange(config, block_placement(8, P), fabric);
+      Exchange exchange(config, block_placement(8, ranks), fabric);
       const std::int64_t T = fabric.rank() == 0 ? 1 : 0;
       const DispatchHandle handle = exchange.plan(T == 1 ? Route::from_ids(1, 8, 8, ids) : Route(0, 8, 8));
       const ReceiveLayout& layout = handle.layout;
       Tensor y(DType::kF32, {layout.S_padded(), 1}), z(DType::kF32, {layout.R(), 1}), out(DType::kF32, {T, 1});
-      for (std::int32_t e = 0; e < layout.L; ++e) y.as<float>()[e] = y_of_expert[e + fabric.rank() * static_cast<std::int32_t>(layout.L)];
+      for (std::int32_t e = 0; e < layout.L; ++e) y.as<float>()[e] = y_of_expert.at(e + fabric.rank() * static_cast<std::int32_t>(layout.L));
       unpermute_reduce(layout, y, true, z);
       exchange.combine(handle, z, out);
       if (T == 1) {
-        EXPECT_EQ(out.as<float>()[0], P == 1 ? one_rank : two_ranks) << "P = " << P;
+        EXPECT_EQ(out.as<float>()[0], total) << "P = " << ranks;
       }
     });
   }
