@@ -138,8 +138,9 @@ def configure(source, folder):
         raise FaultError(f"configuring failed: {result.stderr.strip().splitlines()[-1:]}")
 
 
-def failures_of(folder, program, names):
-    """Names of the failing tests of one program (and what else it says of its end); of all its tests where names is empty."""
+def outcome_of(folder, program, names):
+    """(failing tests of one program, tests that ran); of all its tests where names is empty. A program that ends early is a failing name with a
+    reason in brackets."""
     binary = next((path for path in folder.rglob(program) if path.is_file() and os.access(path, os.X_OK)), None)
     if binary is None:
         raise FaultError(f"{program} was not built")
@@ -149,11 +150,11 @@ def failures_of(folder, program, names):
     try:
         result = run(command, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return [f"{program} (no end within {TIMEOUT_S} s)"]
+        return [f"{program} (no end within {TIMEOUT_S} s)"], []
     if not report.is_file():
-        return [f"{program} (ended with {result.returncode})"]
-    cases = xml.etree.ElementTree.parse(report).getroot().iter("testcase")
-    return [f"{case.get('classname')}.{case.get('name')}" for case in cases if case.find("failure") is not None]
+        return [f"{program} (ended with {result.returncode})"], []
+    cases = [(f"{case.get('classname')}.{case.get('name')}", case.find("failure") is not None) for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase")]
+    return [name for name, failed in cases if failed], [name for name, _ in cases]
 
 
 def examine(fault, source, folder, jobs, every_test):
@@ -163,7 +164,7 @@ def examine(fault, source, folder, jobs, every_test):
     path.write_text(planted(fault, source), encoding="utf-8")
     try:
         build(folder, fault["programs"], jobs)
-        failing = [name for program in fault["programs"] for name in failures_of(folder, program, [] if every_test else fault["caught_by"])]
+        failing = [name for program in fault["programs"] for name in outcome_of(folder, program, [] if every_test else fault["caught_by"])[0]]
     finally:
         path.write_text(original, encoding="utf-8")
     passing = [name for name in fault["caught_by"] if name not in failing]
@@ -171,12 +172,14 @@ def examine(fault, source, folder, jobs, every_test):
     return failing, f"not caught by {', '.join(passing)}" if passing and not crashed else "" if failing else "not caught"
 
 
-def clean_failures(faults, folder, jobs):
-    """Tests of caught_by that fail without a fault: they would prove nothing."""
+def clean_faults(faults, folder, jobs):
+    """What is wrong without a fault: tests of caught_by that fail, or that are in none of the programs, would prove nothing."""
     programs = sorted({program for fault in faults for program in fault["programs"]})
     names = sorted({name for fault in faults for name in fault["caught_by"]})
     build(folder, programs, jobs)
-    return [name for program in programs for name in failures_of(folder, program, names)]
+    outcomes = [outcome_of(folder, program, names) for program in programs]
+    ran = {name for _, cases in outcomes for name in cases}
+    return [f"{name} fails" for failing, _ in outcomes for name in failing] + [f"{name} is not in {', '.join(programs)}" for name in names if name not in ran]
 
 
 def digest(source):
@@ -208,9 +211,9 @@ def full_run(options):
     build_folder = source / "build/faults"  # where a compiler cache knows the objects of the tree's own builds
     copy_sources(source)
     configure(source, build_folder)
-    broken = clean_failures(faults, build_folder, options.jobs)
+    broken = clean_faults(faults, build_folder, options.jobs)
     if broken:
-        raise FaultError(f"without a fault these fail already: {', '.join(broken)}")
+        raise FaultError(f"without a fault: {'; '.join(broken)}")
     print("without a fault: every test of the list passes", flush=True)
     missed, state = 0, digest(source)
     for fault in faults:
