@@ -165,11 +165,12 @@ def examine(fault, source, folder, jobs, every_test):
     try:
         build(folder, fault["programs"], jobs)
         failing = [name for program in fault["programs"] for name in outcome_of(folder, program, [] if every_test else fault["caught_by"])[0]]
+        if any(" (" in name for name in failing):  # an ended program does not say which test it was: those of the list by themselves
+            failing += [name for name in fault["caught_by"] if any(outcome_of(folder, program, [name])[0] for program in fault["programs"])]
     finally:
         path.write_text(original, encoding="utf-8")
     passing = [name for name in fault["caught_by"] if name not in failing]
-    crashed = any(" (" in name for name in failing)
-    return failing, f"not caught by {', '.join(passing)}" if passing and not crashed else "" if failing else "not caught"
+    return failing, f"not caught by {', '.join(passing)}" if passing else ""
 
 
 def clean_faults(faults, folder, jobs):

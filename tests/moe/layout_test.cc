@@ -296,5 +296,26 @@ TEST(MoeCounters, ANonFiniteRowIsCountedOncePerTrainingForward) {
   });
 }
 
+// The router of the forward has counted its rows; what the backward computes again counts nothing.
+TEST(MoeCounters, ARecomputedRowIsNotCountedAgain) {
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kActivation, Recompute::kLayer}) {
+    SCOPED_TRACE(static_cast<int>(recompute));
+    MoeConfig c = small_config();
+    c.recompute = recompute;
+    const Weights<float> w = random_weights(c, 62);
+    Batch batch = random_batch(c, {6}, 63);
+    for (std::size_t h = 0; h < 6; ++h) batch.x[12 + h] = std::nanf("");
+    run_ranks(1, [&](Fabric& fabric) {
+      MoeLayer layer(c, fabric, fabric);
+      RankRun rank(c, 1, 0, w, batch);
+      for (int step = 1; step <= 2; ++step) {
+        rank.run(layer, c, batch, {});  // forward and backward
+        EXPECT_EQ(layer.status().num_nonfinite_rows, step);
+        EXPECT_EQ(layer.status().num_short_rows, step);
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace waybill::test
