@@ -220,10 +220,10 @@ def full_run(options):
     for fault in faults:
         failing, wrong = examine(fault, source, build_folder, options.jobs, options.every_test)
         missed += 1 if wrong else 0
-        print(f"{fault['name']}: {wrong or f'caught, {len(failing)} test(s) fail'}", flush=True)
+        print(f"{fault['name']}: {wrong or 'caught'}, {len(failing)} test(s) fail", flush=True)
         record(folder / "results.json", fault, {"sources": state, "wrong": wrong, "failing": failing})
     results = load_results(folder / "results.json", state)
-    print("\n".join(["| fault | failing tests |", "|---|---|"] + [f"| {name} | {one['wrong'] or ', '.join(one['failing'])} |" for name, one in results.items()]))
+    print("\n".join(["| fault | failing tests |", "|---|---|"] + [f"| {name} | {', '.join(one['failing'] + [one['wrong']] * bool(one['wrong']))} |" for name, one in results.items()]))
     print(f"planted faults: {len(faults) - missed} of {len(faults)} caught; {len(results)} of {len(load_faults())} have a result for these sources")
     return 1 if missed else 0
 

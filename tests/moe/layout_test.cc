@@ -75,12 +75,36 @@ TEST(MoeLayout, OutputGradientsAndLossesDoNotDependOnTheRanks) {
   check_every_split(c, random_weights(c, 10, true), random_batch(c, {24}, 11));
 }
 
+// The rows of `values` [T, width] whose mask is 0.
+template <class T>
+std::vector<T> unmasked(const std::vector<T>& values, const std::vector<std::uint8_t>& mask) {
+  const std::size_t width = values.size() / mask.size();
+  std::vector<T> kept;
+  for (std::size_t t = 0; t < mask.size(); ++t) {
+    if (mask[t] == 0)
+      kept.insert(kept.end(), values.begin() + static_cast<std::ptrdiff_t>(t * width), values.begin() + static_cast<std::ptrdiff_t>((t + 1) * width));
+  }
+  return kept;
+}
+
 TEST(MoeLayout, PaddingTokensChangeNothingAtAnyLayout) {
   const MoeConfig c = full_config();
+  const Weights<float> w = random_weights(c, 20, true);
   Batch batch = random_batch(c, {24}, 21);
   batch.mask.assign(24, 0);
-  for (const std::size_t t : {0u, 5u, 6u, 7u, 23u}) batch.mask[t] = 1;
-  check_every_split(c, random_weights(c, 20, true), batch);
+  for (const std::size_t t : {0u, 5u, 6u, 7u, 23u}) {
+    batch.mask[t] = 1;
+    std::fill_n(batch.d_out.begin() + static_cast<std::ptrdiff_t>(t) * c.H, c.H, 0.0f);  // the shared expert sees every row
+  }
+  check_every_split(c, w, batch);
+  // As if they were not there.
+  Batch without = batch;
+  without.tokens = {19}, without.mask.clear();
+  without.x = unmasked(batch.x, batch.mask), without.d_out = unmasked(batch.d_out, batch.mask);
+  Result padded = run_layer(c, w, batch);
+  padded.ids = unmasked(padded.ids, batch.mask), padded.weights = unmasked(padded.weights, batch.mask);
+  padded.out = unmasked(padded.out, batch.mask), padded.dx = unmasked(padded.dx, batch.mask);
+  expect_same_layer(padded, run_layer(c, w, without), 3e-6);
 }
 
 TEST(MoeLayout, EmptyExpertsAndOneHotExpertAreNormalCases) {
