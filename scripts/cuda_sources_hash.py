@@ -15,7 +15,7 @@ SHARED = ("src/core/cuda", "src/core/scalar_math.h", "bench/cuda", "tests/cuda")
 AREAS = {
     "router": ("src/ops/router/cuda", "src/ops/router/*.h", "src/ops/router/router_ref.cc", "include/waybill/router.h"),
     "gemm": ("src/ops/gemm/cuda", "src/ops/gemm/*.h", "src/ops/gemm/grouped_gemm*.cc", "include/waybill/grouped_gemm.h", "bench/peers/torch_grouped.py"),
-    "exchange": ("src/exchange/cuda", "src/exchange/*.h", "src/fabric/cuda_local", "include/waybill/exchange.h", "include/waybill/route_plan.h"),
+    "exchange": ("src/exchange/cuda", "src/exchange/*.h", "src/fabric/cuda_local", "src/fabric/nccl", "include/waybill/exchange.h", "include/waybill/route_plan.h"),
     "fabric": ("src/fabric/cuda_local",),
 }
 

@@ -50,9 +50,16 @@ collect() {
   names=()
 }
 names=()
+if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ]; then  # torch's, where the loader finds none
+  ldconfig -p 2>/dev/null | grep -q libnccl.so.2 ||
+    export WAYBILL_NCCL_LIBRARY=$("${PYTHON:-python3}" -c 'import os, nvidia.nccl; print(os.path.join(list(nvidia.nccl.__path__)[0], "lib/libnccl.so.2"))' 2>/dev/null)
+  [ -n "${WAYBILL_NCCL_LIBRARY:-}" ] || unset WAYBILL_NCCL_LIBRARY
+fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_gemm bench_cuda_router bench_cuda_exchange bench_cuda_gemm; do
-  if [ ! -x "$bin/$program" ]; then
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm bench_cuda_router bench_cuda_exchange bench_cuda_gemm; do
+  if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
+    note "$program" "skipped: built without NCCL's headers"
+  elif [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
   elif [ "${program#bench}" = "$program" ]; then
     start "$program" "$bin/$program"
@@ -80,6 +87,11 @@ start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
 collect
 start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl"
 collect
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+  start "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
+  collect
+  cat "$work/exchange_processes.jsonl" >>"$work/exchange.jsonl"
+fi
 start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
 collect
 peers=

@@ -3,13 +3,14 @@
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
 #   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,quantize}, test_cuda_fabric (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
+# WAYBILL_NCCL_INCLUDE: a folder with NCCL's headers, where the compiler does not find them by itself; without them test_cuda_nccl is left out.
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$1
 shift
 deps=${WAYBILL_GPU_DEPS:-}
-include="-Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include}"
+include="-Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include} ${WAYBILL_NCCL_INCLUDE:+-isystem $WAYBILL_NCCL_INCLUDE}"
 nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
 cuda_include=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/include
 arch=${WAYBILL_GPU_ARCH:--gencode=arch=compute_90a,code=sm_90a}
@@ -21,6 +22,8 @@ core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/imple
 router="src/route/route.cc $(ls src/ops/router/*.cc src/ops/router/cuda/*.cc src/ops/router/cuda/*.cu)"
 fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc) $(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
 exchange="$fabric $(ls src/route/*.cc src/exchange/*.cc src/exchange/cuda/*.cc src/exchange/cuda/*.cu)"
+nccl=
+echo '#include <nccl_device.h>' | "$nvcc" -std=c++20 -E -x cu $include - >/dev/null 2>&1 && nccl=$(ls src/fabric/nccl/*.cc src/fabric/nccl/*.cu)
 gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu) tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
 declare -A sources=(
@@ -32,7 +35,8 @@ declare -A sources=(
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
-  [bench_cuda_exchange]="$core $exchange bench/cuda/exchange_bench.cc"
+  [test_cuda_nccl]="$core $exchange $nccl tests/cuda/nccl_test.cc tests/cuda/nccl_main.cc"
+  [bench_cuda_exchange]="$core $exchange $nccl bench/cuda/exchange_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
 )
 if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
@@ -40,7 +44,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_quantize)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_quantize)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchange benchmark: checks every shape end to end (identity experts on integer stamps come back exactly), then times captured steps;
 // prints a table and writes records as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
-//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--tune]
+//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--tune] [--processes]
+//     --processes   two ranks as processes over NCCL windows (needs 2 GPUs and NCCL) instead of one process
 // With two GPUs: one rank on each, over their link. With one: the steps without a link, and two virtual ranks.
 // Method "captured": a graph of 8 steps over 4 sets of routes and rows on each GPU, replayed 50 times; microseconds a step, the slower GPU's.
 // Floors: bytes over 363 GB/s pushed or 333 GB/s pulled on the link, over 4.29 TB/s in memory (docs/perf/exchange.md).
@@ -11,6 +12,7 @@
 #include <string>
 
 #include "bench/cuda/exchange_group.h"
+#include "bench/cuda/exchange_processes.h"
 
 namespace waybill::cuda {
 namespace {
@@ -21,9 +23,19 @@ constexpr int kSteps = 8, kReplays = 50;
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
 std::string g_filter;
+NcclWorld* g_world = nullptr;  // --processes: this rank's
+
+// The slower rank's; every rank calls it.
+StepTime slowest(StepTime t) {
+  if (g_world == nullptr) return t;
+  double values[] = {t.p50, t.p10, t.p90};
+  g_world->host_fabric().all_reduce(std::span<double>(values), ReduceOp::kMax, "times");
+  return {values[0], values[1], values[2]};
+}
 
 void record(const char* op, const std::string& name, const std::string& variant, const StepTime& t, double floor, double target, bool checked) {
   g_all_match &= checked;
+  if (g_out == nullptr) return;  // rank 0 writes
   fmt::print("{:<28} {:<30} {:<22} {:8.1f} us  [{:.1f} {:.1f}]  floor {:6.1f} x{:4.2f}  target {:>5} {}{}\n", op, name, variant, t.p50, t.p10, t.p90, floor,
              floor > 0 ? t.p50 / floor : 0, target > 0 ? fmt::format("{:.0f}", target) : "-", target <= 0 ? "" : (t.p50 <= target ? "met" : "MISSED"),
              checked ? "" : "  WRONG");
@@ -41,20 +53,25 @@ struct Targets {
   double dispatch_plan, dispatch_fresh, gather, copy, combine, back;  // 0: none
 };
 
+ExchangeGroup make_group(const ExchangeShapeCase& c, const std::vector<int>& devices) {
+  if (g_world == nullptr) return ExchangeGroup(c, 2, devices);
+  return ExchangeGroup(c, 2, devices, [](std::size_t bytes) { return std::make_unique<NcclArena>(*g_world, bytes); });
+}
+
 // The steps of one shape between two ranks.
 void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const std::string& where, const Targets& want) {
   const std::string name = fmt::format("T{} H{} K{} E{}{} {}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "", where);
   if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
-  ExchangeGroup g(c, 2, devices);
+  ExchangeGroup g = make_group(c, devices);
   const bool ok = g.check();
   const ReceiveLayout received = g.received();
   const double row = static_cast<double>(c.H) * (c.scale_bytes > 0 ? 1 : 2) + static_cast<double>(c.scale_bytes), rows = static_cast<double>(g.remote_rows());
   const double meta = rows * 8 + static_cast<double>(received.S()) / 2 * 6;
-  const bool linked = devices.size() > 1;
+  const bool linked = devices.size() > 1 || g_world != nullptr;
   const double push = linked ? rows * row / kPushBytesPerUs : 0, pull = linked ? rows * row / kPullBytesPerUs : 0;
   const double fresh = linked ? push + meta / kPushBytesPerUs : 0;
   const double copy = static_cast<double>(received.R() + received.S()) * row / kMemoryBytesPerUs;
-  const auto time = [&](const ExchangeGroup::Step& step) { return g.time(step, kSteps, kReplays); };
+  const auto time = [&](const ExchangeGroup::Step& step) { return slowest(g.time(step, kSteps, kReplays)); };
   record("plan", name, "", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s); }), 0, c.E == 2304 ? 20 : 0, ok);
   record("layout", name, "", time([&](Part& p, int, cudaStream_t s) { g.layout(p, s); }), 0, 0, ok);
   record("dispatch", name, "plan given", time([&](Part& p, int i, cudaStream_t s) { g.dispatch(p, i, false, s); }), push, want.dispatch_plan, ok);
@@ -65,10 +82,8 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
   record("x to rows for the GEMM", name, "gather list", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh,
          want.gather, ok);
   if (c.scale_bytes > 0) return;
-  (void)g.received();  // set 0 again, as return_values() wants
   record("x to rows for the GEMM", name, "permuted copy, serial",
          time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, want.copy, ok);
-  (void)g.received();
   record("permute", name, "", time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }), copy, 0, ok);
   record("unpermute_reduce", name, "", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }), copy, 0, ok);
   record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
@@ -175,19 +190,35 @@ void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   tune_dispatch(g, name), tune_combine(g, name);
 }
 
+int two_processes(const std::string& path, const ExchangeShapeCase& deepseek, const ExchangeShapeCase& sparser) {
+  return run_two_processes([&](NcclWorld& world) {
+    g_world = &world;
+    if (world.rank() == 0) g_out = std::fopen(path.c_str(), "w");
+    const std::vector<int> devices{world.device()};
+    measure(deepseek, devices, "2 processes", {0, 190, 205, 280, 195, 280});
+    measure(sparser, devices, "2 processes", {45, 60, 0, 0, 50, 0});
+    if (g_out != nullptr) std::fclose(g_out);
+    return g_all_match ? 0 : 1;
+  });
+}
+
 int main_checked(int argc, char** argv) {
   std::string path = "exchange.jsonl";
-  bool is_tune = false;
+  bool is_tune = false, in_processes = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--tune") {
       is_tune = true;
+    } else if (argument == "--processes") {
+      in_processes = true;
     } else if (argument == "--filter" && i + 1 < argc) {
       g_filter = argv[++i];
     } else {
       path = argument;
     }
   }
+  const ExchangeShapeCase deepseek{4096, 7168, 8, 256}, sparse{4096, 512, 36, 64}, sparser{8192, 512, 36, 2304}, quantized{4096, 7168, 8, 256, 224};
+  if (in_processes) return two_processes(path, deepseek, sparser);  // before CUDA starts here
   int count = 0;
   WB_TRY_CUDA(cudaGetDeviceCount(&count));
   std::vector<int> devices{0};
@@ -195,7 +226,6 @@ int main_checked(int argc, char** argv) {
   g_out = std::fopen(path.c_str(), "w");
   WB_CHECK(g_out != nullptr, "cannot write {}", path);
   anchors(devices);
-  const ExchangeShapeCase deepseek{4096, 7168, 8, 256}, sparse{4096, 512, 36, 64}, sparser{8192, 512, 36, 2304}, quantized{4096, 7168, 8, 256, 224};
   if (is_tune) {
     tune(deepseek, devices), tune(sparser, devices);
     return g_all_match ? 0 : 1;

@@ -24,6 +24,30 @@ struct ExchangeShapeCase {
   double fill = 1;               // share of the K routes that are there (the rest is -1)
 };
 
+// Where the ranks of this process keep their windows: cuda_local, or the nccl engine with one rank a process.
+class BenchArena {
+ public:
+  virtual ~BenchArena() = default;
+  virtual std::uint64_t window(const std::string& name, std::size_t bytes) = 0;
+  virtual void* at(int rank, std::uint64_t offset) const = 0;  // ranks of this process only
+  virtual LocalRanks ranks(int device) const = 0;
+  virtual std::string first_error() const = 0;
+  virtual void line_up() const {}  // ranks of other processes: all have come this far
+};
+using MakeArena = std::function<std::unique_ptr<BenchArena>(std::size_t bytes)>;
+
+class CudaLocalArena final : public BenchArena {
+ public:
+  CudaLocalArena(int P, const std::vector<int>& devices, std::size_t bytes) : group_(P, devices, bytes) {}
+  std::uint64_t window(const std::string& name, std::size_t bytes) override { return group_.window(name, bytes); }
+  void* at(int rank, std::uint64_t offset) const override { return group_.at<void>(rank, offset); }
+  LocalRanks ranks(int device) const override { return local_ranks(group_, device); }
+  std::string first_error() const override { return group_.first_error(); }
+
+ private:
+  CudaLocalGroup group_;
+};
+
 // Microseconds a step: the slower device's.
 struct StepTime {
   double p50 = 0, p10 = 0, p90 = 0;
@@ -33,15 +57,17 @@ class ExchangeGroup {
  public:
   static constexpr int kSets = 4;  // routes and rows that steps rotate over
 
-  ExchangeGroup(const ExchangeShapeCase& c, int P, const std::vector<int>& devices) : c_(c), P_(P) {
+  ExchangeGroup(ExchangeGroup&&) = delete;
+  ExchangeGroup(const ExchangeShapeCase& c, int P, const std::vector<int>& devices)
+      : ExchangeGroup(c, P, devices, [&](std::size_t bytes) { return std::make_unique<CudaLocalArena>(P, devices, bytes); }) {}
+  ExchangeGroup(const ExchangeShapeCase& c, int P, const std::vector<int>& devices, const MakeArena& make_arena) : c_(c), P_(P) {
     config_.H = c.H, config_.E = c.E, config_.K = c.K, config_.T_max = c.T;
     config_.combine_wire = CombineWire::kBF16;
     const auto row = static_cast<std::size_t>(c.H) * 2;
     const std::size_t rows_bytes = row_window_bytes(config_, P, row + static_cast<std::size_t>(c.scale_bytes));
     const std::size_t z_bytes = row_window_bytes(config_, P, P > 1 ? row : 2 * row);
     const std::size_t slots_bytes = slot_window_bytes(config_, P, row);
-    group_ = std::make_unique<CudaLocalGroup>(
-        P, devices, exchange_window_bytes(config_, P) + rows_bytes + z_bytes + slots_bytes + static_cast<std::size_t>(c.T) * row + 16384);
+    group_ = make_arena(exchange_window_bytes(config_, P) + rows_bytes + z_bytes + slots_bytes + static_cast<std::size_t>(c.T) * row + 16384);
     windows_ = book_exchange_windows(config_, P, [&](const std::string& name, std::size_t bytes) { return group_->window(name, bytes); });
     rows_window = group_->window("rows", rows_bytes), z_window = group_->window("partials", z_bytes);
     slots_window = group_->window("slots", slots_bytes), x_window = group_->window("x", static_cast<std::size_t>(c.T) * row);
@@ -50,11 +76,12 @@ class ExchangeGroup {
       const DeviceGuard guard(device);  // for the part's events
       parts.push_back(std::make_unique<Part>(*this, device));
     }
+    group_->line_up();  // before a kernel posts to a rank whose control words are not cleared yet
   }
 
   struct Part {
     Part(ExchangeGroup& owner, int on)
-        : device(on), stream(on), side(on), exchange(owner.config_, block_placement(owner.c_.E, owner.P_), local_ranks(*owner.group_, on), on, owner.windows_) {
+        : device(on), stream(on), side(on), exchange(owner.config_, block_placement(owner.c_.E, owner.P_), owner.group_->ranks(on), on, owner.windows_) {
       const DeviceGuard guard(device);
       handle = exchange.make_handle();
       const ExchangeShapeCase& c = owner.c_;
@@ -67,7 +94,7 @@ class ExchangeGroup {
         memory.emplace_back(T * H * 4, device), out.push_back({memory.back().data(), 0});
         memory.emplace_back(T * K * 4, device), d_weights.push_back(memory.back().as<float>());
         memory.emplace_back(std::max<std::size_t>(T * static_cast<std::size_t>(c.scale_bytes), 16), device), scales.push_back({memory.back().data(), 0});
-        rows.push_back({owner.group_->at<void>(rank, owner.rows_window), 0}), z.push_back({owner.group_->at<void>(rank, owner.z_window), 0});
+        rows.push_back({owner.group_->at(rank, owner.rows_window), 0}), z.push_back({owner.group_->at(rank, owner.z_window), 0});
         values.push_back(exchange.slot_weights(handle, i));
         for (int s = 0; s < kSets; ++s) {
           const std::vector<std::int16_t> ids = owner.random_ids(static_cast<std::uint64_t>(s * 131 + rank));
@@ -81,7 +108,7 @@ class ExchangeGroup {
           x[static_cast<std::size_t>(s)].push_back({memory.back().data(), 0});
           if (s == 0) host_ids.push_back(ids);
         }
-        WB_TRY_CUDA(cudaMemcpy(owner.group_->at<void>(rank, owner.x_window), x[0].back().data, T * H * 2, cudaMemcpyDeviceToDevice));
+        WB_TRY_CUDA(cudaMemcpy(owner.group_->at(rank, owner.x_window), x[0].back().data, T * H * 2, cudaMemcpyDeviceToDevice));
       }
       WB_TRY_CUDA(cudaDeviceSynchronize());
     }
@@ -185,9 +212,12 @@ class ExchangeGroup {
       from.push_back(std::make_unique<CudaEvent>()), to.push_back(std::make_unique<CudaEvent>());
     }
     std::vector<double> us;
+    group_->line_up();
     for (int r = 0; r < replays + 3; ++r) {
       for (std::size_t d = 0; d < parts.size(); ++d) {
         const DeviceGuard guard(parts[d]->device);
+        // A plan of set 0 lines the ranks up, and leaves the steps that do not plan what they work on.
+        plan(*parts[d], 0, parts[d]->stream), layout(*parts[d], parts[d]->stream);
         from[d]->record(parts[d]->stream), graphs[d].launch(parts[d]->stream), to[d]->record(parts[d]->stream);
       }
       double slowest = 0;
@@ -227,7 +257,6 @@ class ExchangeGroup {
     return parts[0]->exchange.read(parts[0]->handle, 0, parts[0]->stream).layout;
   }
   const ExchangeShapeCase& shape() const { return c_; }
-  CudaLocalGroup& group() { return *group_; }
 
   std::vector<std::unique_ptr<Part>> parts;
   std::uint64_t rows_window = 0, z_window = 0, slots_window = 0, x_window = 0, scale_window = 0;
@@ -272,8 +301,9 @@ class ExchangeGroup {
         ++token;
       const std::vector<std::uint16_t> x = stamps(0, source);
       std::vector<unsigned char> got(static_cast<std::size_t>(c_.H));
-      WB_TRY_CUDA(cudaMemcpy(got.data(), group_->at<unsigned char>(rank, rows_window) + layout.row_offsets[static_cast<std::size_t>(source)] * c_.H, got.size(),
-                             cudaMemcpyDeviceToHost));
+      WB_TRY_CUDA(cudaMemcpy(got.data(),
+                             static_cast<unsigned char*>(group_->at(rank, rows_window)) + layout.row_offsets[static_cast<std::size_t>(source)] * c_.H,
+                             got.size(), cudaMemcpyDeviceToHost));
       if (std::memcmp(got.data(), reinterpret_cast<const unsigned char*>(x.data()) + token * c_.H, got.size()) != 0)
         return fmt::print("wrong bytes from rank {}\n", source), false;
     }
@@ -283,7 +313,7 @@ class ExchangeGroup {
   ExchangeShapeCase c_;
   int P_;
   ExchangeConfig config_;
-  std::unique_ptr<CudaLocalGroup> group_;
+  std::unique_ptr<BenchArena> group_;
   ExchangeWindows windows_;
 };
 

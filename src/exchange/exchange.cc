@@ -41,6 +41,8 @@ void compare(const char* name, T first, T other, std::size_t rank) {
   WB_CHECK(first == other, "the ranks of an exchange must have one config: {} is {} on rank 0, but {} on rank {}", name, first, other, rank);
 }
 
+}  // namespace
+
 void compare_configs(Fabric& fabric, const ExchangeConfig& config, const ExpertPlacement& placement, const NodeMap& nodes) {
   const ConfigRecord mine{config.E,
                           config.K,
@@ -72,8 +74,6 @@ void compare_configs(Fabric& fabric, const ExchangeConfig& config, const ExpertP
     compare("the hash of the nodes' boundaries", a.nodes, b.nodes, p);
   }
 }
-
-}  // namespace
 
 void validate(const ExchangeConfig& config, int P) {
   block_placement(config.E, P);

@@ -77,6 +77,9 @@ struct Exchange::Impl {
   void return_slot_values(const DispatchHandle& handle, const float* slot_values, float* d_weights, PhaseTimes* times);
 };
 
+// Collective: the ranks' configs, placements and nodes are compared; the first difference is refused on every rank, naming both values.
+void compare_configs(Fabric& fabric, const ExchangeConfig& config, const ExpertPlacement& placement, const NodeMap& nodes);
+
 // First element of a row: 64-bit whatever the row and the stride.
 inline std::byte* row_pointer(const TensorView& view, std::int64_t row) {
   return static_cast<std::byte*>(view.data) + static_cast<std::size_t>(row * view.stride[0]) * size_bytes(view.dtype);

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// The nccl engine: one process a GPU. One arena a process, allocated by NCCL and registered once as a symmetric window (multicast off), gives
+// kernels the same DevPeers table that cuda_local gives them; barriers and signals are ours, so NCCL is not in the hot path. Host collectives
+// go over NCCL send and receive (host_fabric()).
+// All ranks must sit in one NVLink domain: a process that cannot be reached is refused.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "core/cuda/device_buffer.h"
+#include "fabric/cuda_local/cuda_local_kernels.h"
+#include "fabric/nccl/nccl_library.h"
+#include "fabric/nccl/nccl_rendezvous.h"
+#include "waybill/fabric.h"
+
+namespace waybill::cuda {
+
+struct NcclOptions {
+  std::size_t arena_bytes = std::size_t{1} << 20;  // for all windows; the same on every rank
+  std::chrono::milliseconds timeout{60000};        // of the rendezvous, of host collectives and of waits inside kernels
+};
+
+class NcclWorld {
+ public:
+  // Collective over all processes of `self`. Takes GPU local_rank of this process. Set CUDA_MODULE_LOADING=EAGER before CUDA starts: loading a
+  // kernel at its first launch would wait for a peer that waits for it.
+  explicit NcclWorld(const NcclOptions& options, const ProcessRank& self = process_rank());
+  ~NcclWorld();
+  NcclWorld(const NcclWorld&) = delete;
+  NcclWorld& operator=(const NcclWorld&) = delete;
+
+  int rank() const { return self_.rank; }
+  int size() const { return self_.size; }
+  int device() const { return device_; }
+  Fabric& host_fabric() { return *fabric_; }
+
+  // Collective: books `bytes` at one offset of every arena. Another size on some rank is refused on every rank; kOutOfMemory when it is full.
+  std::uint64_t window(const std::string& name, std::size_t bytes);
+  template <class T>
+  T* at(std::uint64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<unsigned char*>(arena_) + offset);
+  }
+  LocalRanks local_ranks() const;  // this rank alone
+
+  // As CudaLocalGroup: of this rank. clear_errors() is collective, with no kernel running anywhere.
+  std::string first_error() const;
+  void clear_errors();
+
+  // After a peer was lost: leaves without waiting for it.
+  void abandon() noexcept;
+
+ private:
+  ProcessRank self_;
+  int device_;
+  ncclComm_t comm_ = nullptr;
+  ncclWindow_t window_ = nullptr;
+  void* arena_ = nullptr;
+  std::size_t arena_bytes_, used_;
+  std::uint64_t timeout_ns_;
+  DevPeers peers_{};
+  std::unique_ptr<Fabric> fabric_;
+};
+
+}  // namespace waybill::cuda

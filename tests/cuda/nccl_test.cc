@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// The exchange between processes over NCCL windows: what the CPU engine gives, to the bit; what happens when a process dies or differs.
+#include <gmock/gmock.h>
+
+#include "cuda/exchange_harness.h"
+#include "cuda/processes.h"
+#include "exchange/cuda/group_config.h"
+
+namespace waybill::cuda {
+namespace {
+
+#define WB_NEEDS_TWO_NCCL_GPUS()                                                   \
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) {                         \
+    GTEST_SKIP() << "needs 2 GPUs and NCCL " << NCCL_VERSION_CODE << "; " << gpus; \
+  } else                                                                           \
+    (void)0
+
+// One rank's exchange with all of its memory.
+class Rank {
+ public:
+  Rank(NcclWorld& world, const ExchangeConfig& config) : world_(world), config_(config), P_(world.size()) {
+    check_group_config(world.host_fabric(), config, block_placement(config.E, P_));
+    windows_ = book_exchange_windows(config, P_, [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); });
+    const auto row = static_cast<std::size_t>(config.H) * 4;
+    rows_ = world.window("rows", row_window_bytes(config, P_, row)), z_ = world.window("partials", row_window_bytes(config, P_, row));
+    exchange_ = std::make_unique<DeviceExchange>(config, block_placement(config.E, P_), world.local_ranks(), world.device(), windows_);
+    handle_ = exchange_->make_handle();
+    const auto T = static_cast<std::size_t>(config.T_max), K = static_cast<std::size_t>(config.K);
+    ids_ = DeviceBuffer(T * K * 4, world.device()), weights_ = DeviceBuffer(T * K * 4, world.device()), x_ = DeviceBuffer(T * row, world.device());
+    out_ = DeviceBuffer(T * row, world.device());
+    y_ = DeviceBuffer(static_cast<std::size_t>(exchange_->budget().padded_slots) * row, world.device());
+    stream_ = std::make_unique<CudaStream>(world.device());
+    world.host_fabric().barrier("rank is there");  // before any kernel posts to a peer
+  }
+  void upload(const ts::Group& group) {
+    const RouteView& route = group.routes[static_cast<std::size_t>(world_.rank())].view();
+    const ts::Floats& x = group.x[static_cast<std::size_t>(world_.rank())];
+    T_ = route.T;
+    ids_.upload(route.ids, static_cast<std::size_t>(T_ * route.K) * size_bytes(route.id_dtype), *stream_);
+    weights_.upload(route.weights, static_cast<std::size_t>(T_ * route.K) * 4, *stream_);
+    x_.upload(x.data(), x.size() * 4, *stream_), out_.fill(0xff, *stream_);
+    stream_->synchronize();
+  }
+  void queue(cudaStream_t s) {
+    const DeviceRoute route[] = {{ids_.data(), weights_.as<float>(), T_}};
+    const DeviceRows x[] = {{x_.data(), 0}}, rows[] = {{world_.at<void>(rows_), 0}}, z[] = {{world_.at<void>(z_), 0}}, y[] = {{y_.data(), 0}};
+    const DeviceRows out[] = {{out_.data(), 0}};
+    exchange_->plan(handle_, route, s);
+    exchange_->layout(handle_, s);
+    exchange_->dispatch(handle_, DType::kF32, x, rows_, true, s);
+    exchange_->permute(handle_, DType::kF32, rows, y, s);
+    exchange_->unpermute_reduce(handle_, DType::kF32, y, false, DType::kF32, z, true, s);
+    exchange_->combine(handle_, z_, DType::kF32, out, s);
+  }
+  ts::Floats out() {
+    stream_->synchronize();
+    ts::Floats values(static_cast<std::size_t>(T_ * config_.H));
+    out_.download(values.data(), values.size() * 4, *stream_);
+    stream_->synchronize();
+    return values;
+  }
+  ReceiveLayout layout() { return exchange_->read(handle_, 0, *stream_).layout; }
+  StatusWord status() { return exchange_->status(0, *stream_); }
+  const CudaStream& stream() { return *stream_; }
+
+ private:
+  NcclWorld& world_;
+  ExchangeConfig config_;
+  int P_;
+  ExchangeWindows windows_;
+  std::uint64_t rows_ = 0, z_ = 0;
+  std::unique_ptr<DeviceExchange> exchange_;
+  DeviceHandle handle_;
+  DeviceBuffer ids_, weights_, x_, out_, y_;
+  std::unique_ptr<CudaStream> stream_;
+  std::int64_t T_ = 0;
+};
+
+ts::Group group_of(std::uint64_t seed) { return ts::random_group({200, 133}, 6, 64, 512, ts::RandomRoute{.seed = seed}, false); }
+
+ExchangeConfig config_for(const ts::Group& group) {
+  ExchangeConfig config = group.config();
+  config.T_max = 200;
+  return config;
+}
+
+NcclOptions options(int timeout_ms) { return NcclOptions{std::size_t{64} << 20, std::chrono::milliseconds(timeout_ms)}; }
+
+TEST(ExchangeNccl, TwoProcessesGiveTheCpuEnginesBitsEagerAndReplayed) {
+  WB_NEEDS_TWO_NCCL_GPUS();
+  const auto body = [](int rank) {
+    NcclWorld world(options(20000));
+    std::vector<ts::Group> groups;
+    std::vector<ts::RankResult> want;
+    for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+      groups.push_back(group_of(seed));
+      want.push_back(ts::run_group(groups.back(), config_for(groups.back()))[static_cast<std::size_t>(rank)]);
+    }
+    Rank mine(world, config_for(groups[0]));
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      mine.upload(groups[i]);
+      mine.queue(mine.stream());
+      if (mine.out() != want[i].out || mine.layout().slot_row != want[i].handle.layout.slot_row) return 1;
+    }
+    const GraphExec graph = GraphExec::capture(mine.stream(), [&](cudaStream_t s) { mine.queue(s); });  // T of the last group
+    for (int i = 0; i < 2000; ++i) graph.launch(mine.stream());
+    if (mine.out() != want.back().out) return 2;
+    return world.first_error().empty() ? 0 : 3;
+  };
+  EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+TEST(ExchangeNccl, AProcessThatDiesIsNamedWithinTheTimeout) {
+  WB_NEEDS_TWO_NCCL_GPUS();
+  const auto body = [](int rank) {
+    NcclWorld world(options(1500));
+    const ts::Group group = group_of(5);
+    Rank mine(world, config_for(group));
+    mine.upload(group);
+    for (int step = 0; step < 5; ++step) mine.queue(mine.stream());
+    mine.stream().synchronize();
+    world.host_fabric().barrier("both have come this far");
+    if (rank == 1) ::_exit(7);
+    const auto start = std::chrono::steady_clock::now();
+    mine.queue(mine.stream());
+    const ts::Floats out = mine.out();
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const StatusWord status = mine.status();
+    if (status.flags != kStatusTimeout || status.timeout_peer != 1 || seconds > 5) return 1;
+    for (const float value : out) {
+      if (value != 0.0f) return 2;
+    }
+    world.abandon();
+    ::_exit(0);  // nothing waits for the dead
+  };
+  EXPECT_THAT(run_processes(2, body), ::testing::ElementsAre(0, 7));
+}
+
+TEST(ExchangeNccl, DifferentConfigsAndWindowsAreRefusedOnEveryRank) {
+  WB_NEEDS_TWO_NCCL_GPUS();
+  const auto refused = [](const std::function<void()>& call, const char* text) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return std::string(error.what()).find(text) != std::string::npos;
+    }
+    return false;
+  };
+  const auto body = [&](int rank) {
+    NcclWorld world(options(20000));
+    ExchangeConfig config = config_for(group_of(6));
+    if (rank == 1) config.H = 1024;
+    if (!refused([&] { check_group_config(world.host_fabric(), config, block_placement(config.E, 2)); }, "H is 512 on rank 0, but 1024 on rank 1")) return 1;
+    if (!refused([&] { (void)world.window("rows", rank == 1 ? 512 : 256); }, "one size on all ranks, got 256 to 512")) return 2;
+    if (!refused([&] { (void)world.window("rows", std::size_t{1} << 40); }, "does not fit")) return 3;
+    return 0;
+  };
+  EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+TEST(ExchangeNccl, ARankThatNeverStartsEndsTheRendezvous) {
+  ProcessRank self;
+  self.rank = 1, self.size = 2, self.port = 29599;
+  char data[16] = {};
+  EXPECT_THROW(hand_out(self, data, sizeof(data), std::chrono::milliseconds(100)), Error);
+  self.rank = 0;
+  EXPECT_THROW(hand_out(self, data, sizeof(data), std::chrono::milliseconds(100)), Error);
+}
+
+}  // namespace
+}  // namespace waybill::cuda

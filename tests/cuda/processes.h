@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as processes of this machine, one a GPU: forks before CUDA has started, with a launcher's environment.
+#pragma once
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "fabric/nccl/nccl_world.h"
+
+namespace waybill::cuda {
+
+// Exit code of each process: what body() returned, 100 after an error (its text goes to stderr), 128 + signal.
+inline std::vector<int> run_processes(int count, const std::function<int(int rank)>& body) {
+  static int port = 29600 + static_cast<int>(::getpid() % 200);
+  ++port;
+  std::fflush(nullptr);
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < count; ++rank) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      for (const auto& [name, value] : {std::pair<const char*, std::string>{"RANK", std::to_string(rank)},
+                                        {"WORLD_SIZE", std::to_string(count)},
+                                        {"LOCAL_RANK", std::to_string(rank)},
+                                        {"WAYBILL_NCCL_ADDRESS", "127.0.0.1"},
+                                        {"WAYBILL_NCCL_PORT", std::to_string(port)},
+                                        {"CUDA_MODULE_LOADING", "EAGER"}}) {
+        ::setenv(name, value.c_str(), 1);
+      }
+      int code = 100;
+      try {
+        code = body(rank);
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      }
+      std::fflush(nullptr);
+      ::_exit(code);  // without the parent's destructors
+    }
+    children.push_back(child);
+  }
+  std::vector<int> codes;
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+  }
+  return codes;
+}
+
+// GPUs that a process with NCCL can use; asked in a process of its own.
+inline int gpus_for_nccl() {
+  const int found = run_processes(1, [](int) {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess) return 0;
+    (void)nccl_library();
+    return count;
+  })[0];
+  return found == 100 ? 0 : found;
+}
+
+}  // namespace waybill::cuda
