@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Plants known faults in the CUDA router, one at a time, and confirms that its GPU tests fail for each. Needs a GPU and nvcc.
-#   scripts/gpu_faults.sh OUT [fault ...]     OUT: a folder that scripts/gpu_build.sh OUT test_cuda_router has filled (its objects are reused)
+# Plants known faults in the CUDA router and the CUDA exchange, one at a time, and confirms that their GPU tests fail for each. Needs a GPU and nvcc.
+#   scripts/gpu_faults.sh OUT [fault ...]     OUT: a folder that scripts/gpu_build.sh OUT test_cuda_router test_cuda_exchange has filled (its objects are
+#                                             reused; faults of a program that is not there are left out)
 # The sources are not changed: the folder of the kernels is copied, the fault is planted in the copy, the one unit it shows in is compiled.
 # Exit code 1 when a fault is not caught (or no longer applies). docs/testing.md lists the faults.
 set -uo pipefail
@@ -13,25 +14,29 @@ deps=${WAYBILL_GPU_DEPS:-}
 nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
 cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
 work=$(mktemp -d)
-sources=$(GPU_BUILD_LIST=test_cuda_router scripts/gpu_build.sh "$out")
+area() { # program, folder of the kernels: what the plants below are for
+  program=$1 kernels=$2
+  sources=$(GPU_BUILD_LIST=$program scripts/gpu_build.sh "$out")
+}
 
 plant() { # name, file, unit, text, faulty text, tests
   local name=$1 file=$2 unit=$3 folder=$work/$1
   [ "$only" = "  " ] || [[ $only == *" $name "* ]] || return 0
-  mkdir -p "$folder/ops/router/cuda"
-  cp src/ops/router/cuda/* "$folder/ops/router/cuda/"
-  python3 - "$folder/ops/router/cuda/$file" "$4" "$5" <<'P' || { echo "$name: does not apply"; echo 1 >"$folder/failed"; return; }
+  [ -x "$out/$program" ] || return 0
+  mkdir -p "$folder/$kernels"
+  cp src/"$kernels"/* "$folder/$kernels/"
+  python3 - "$folder/$kernels/$file" "$4" "$5" <<'P' || { echo "$name: does not apply"; echo 1 >"$folder/failed"; return; }
 import sys
 path, text, faulty = sys.argv[1:]
 source = open(path, encoding="utf-8").read()
 sys.exit(source.count(text) != 1 or not open(path, "w", encoding="utf-8").write(source.replace(text, faulty)))
 P
   "$nvcc" -std=c++20 -O3 -DFMT_HEADER_ONLY=1 -gencode=arch=compute_90a,code=sm_90a -fmad=false --expt-relaxed-constexpr --extended-lambda \
-    -Xcompiler=-ffp-contract=off -I"$folder" -Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include} -c "$folder/ops/router/cuda/$unit" -o "$folder/unit.o" \
+    -Xcompiler=-ffp-contract=off -I"$folder" -Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include} -c "$folder/$kernels/$unit" -o "$folder/unit.o" \
     2>"$folder/compile.log" || { echo "$name: does not compile"; tail -3 "$folder/compile.log"; echo 1 >"$folder/failed"; return; }
   local objects=$folder/unit.o source
   for source in $sources; do
-    [ "$source" = "src/ops/router/cuda/$unit" ] || objects+=" $out/obj/$(echo "$source" | tr '/' '_').o"
+    [ "$source" = "src/$kernels/$unit" ] || objects+=" $out/obj/$(echo "$source" | tr '/' '_').o"
   done
   g++ -o "$folder/test" $objects ${deps:+-L$deps/lib} -lgtest -lgmock -L"$cuda/lib64" -lcudart_static -ldl -lrt -pthread 2>"$folder/link.log" ||
     { echo "$name: does not link"; tail -3 "$folder/link.log"; echo 1 >"$folder/failed"; return; }
@@ -40,9 +45,10 @@ P
     echo "$name: NOT CAUGHT by $6"
     echo 1 >"$folder/failed"
   else
-    echo "$name: caught by $(grep -oE '^\[  FAILED  \] Router[A-Za-z.]+' "$folder/test.log" | awk '{print $4}' | sort -u | tr '\n' ' ')"
+    echo "$name: caught by $(grep -oE '^\[  FAILED  \] [A-Za-z.]+' "$folder/test.log" | awk '{print $4}' | sort -u | tr '\n' ' ')"
   fi
 }
+area test_cuda_router ops/router/cuda
 all='RouterForwardCuda.*:RouterBackwardCuda.*'
 plant groups router_quad_select.cuh router_forward_quad_f32.cu 'keep = rank < p.num_kept;' 'keep = rank <= p.num_kept;' "$all" &
 plant ties router_quad_select.cuh router_forward_quad_f32.cu 'other == key[q] && other_id < id[q]' 'other == key[q] && other_id > id[q]' "$all" &
@@ -50,5 +56,18 @@ plant offsets router_counts.cuh router_forward_quad_f32.cu 'p.offsets[e + 1] = s
 plant margin router_quad_select.cuh router_forward_quad_f32.cu '> 2.5e-6f + 8.0e-7f * amplitude' '> -1.0f' "$all" &
 plant rest router_backward.cu router_backward.cu 'kSmallestRest = 0.04f' 'kSmallestRest = 0.0f' "$all" &
 plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise ? dot : 0.0f))' 'w[s] * g[s]' "$all" &
+wait
+area test_cuda_exchange exchange/cuda
+all='Ranks/ExchangeCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*'
+plant rows plan_fill.cu plan_fill.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
+plant within plan_fill.cu plan_fill.cu 'slot_start[i / shape.K * P + r] + within[i];' 'slot_start[i / shape.K * P + r];' "$all" &
+plant budget plan_count.cu plan_count.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand < shape.slot_budget' "$all" &
+plant epoch plan_count.cu plan_count.cu '  close_epoch(q, rank, kSignalCounts, epoch);' '' "$all" &
+plant below layout_tile.cuh layout_scatter.cu '__popc(word & ((1u << (row & 31)) - 1))' '__popc(word)' "$all" &
+plant padding layout_scatter.cu layout_scatter.cu 'if (shape.alignment > 1) write_padding(q, call, num_tiles);' '' "$all" &
+plant sum combine_bulk.cu combine_bulk.cu 'd == 0 ? x[j] : sum[i][j] + x[j]' 'd == 0 ? x[j] : x[j]' "$all" &
+plant weight unpermute_reduce.cu unpermute_reduce.cu 'args.weighted != 0 ? weight * x[n] : x[n]' 'x[n]' "$all" &
+plant order combine_pull.cu combine_pull.cu 'if (d + 1 < sources.num) add_piece<Wire>(odd, false, sum);' '' "$all" &
+plant values slot_values_return.cu slot_values_return.cu 'slot = next[warp][at] + __popc(before);' 'slot = next[warp][at];' "$all" &
 wait
 ! ls "$work"/*/failed >/dev/null 2>&1

@@ -161,15 +161,22 @@ void tune_dispatch(ExchangeGroup& g, const std::string& name) {
 
 void tune_combine(ExchangeGroup& g, const std::string& name) {
   const ExchangeTuning saved = g.tuning();
-  std::string line = fmt::format("tune combine {:<22} |", name);
-  for (const int ctas : {8, 16, 24, 32, 48, 64, 132}) {
+  const auto time = [&] { return g.time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }, 6, 7).p50; };
+  std::string line;
+  for (const int ctas : {8, 16, 24, 32, 64, 132}) {
     ExchangeTuning t = saved;
-    t.combine_ctas = ctas;
+    t.combine_ctas = ctas, t.combine = CombinePath::kPull;
     g.set_tuning(t);
-    line += fmt::format(" {} CTAs: pull {:.1f} push {:.1f} |", ctas, g.time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }, 6, 7).p50,
-                        g.time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }, 6, 7).p50);
+    line = fmt::format("tune combine {:<22} {:3} CTAs | plain {:.1f} | push {:.1f} | bulk warps x stages:", name, ctas, time(),
+                       g.time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }, 6, 7).p50);
+    for (const auto& [warps, stages] :
+         {std::array{4, 4}, std::array{4, 8}, std::array{4, 16}, std::array{8, 4}, std::array{8, 12}, std::array{16, 2}, std::array{16, 6}}) {
+      t.combine = CombinePath::kBulk, t.combine_warps = warps, t.combine_stages = stages;
+      g.set_tuning(t);
+      line += fmt::format(" [{}x{}] {:.1f}", warps, stages, time());
+    }
+    fmt::print("{}\n", line);
   }
-  fmt::print("{}\n", line);
   line = fmt::format("tune local {:<22} |", name);
   for (const int ctas : {132, 264, 396, 528}) {
     ExchangeTuning t = saved;

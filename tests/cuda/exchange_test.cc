@@ -30,6 +30,7 @@ TEST_P(ExchangeCuda, EqualsTheCpuEngineToTheBit) {
     for (const bool half : {false, true}) {
       GpuOptions options;
       options.tuning.dispatch = path, options.weighted = half, options.handshake = half;
+      options.tuning.combine = path == DispatchPath::kPush ? CombinePath::kPull : CombinePath::kBulk;
       options.x_dtype = half ? DType::kBF16 : DType::kF32, options.out_dtype = options.x_dtype;
       ExchangeConfig config = config_of(group);
       config.combine_wire = half ? CombineWire::kBF16 : CombineWire::kF32, config.alignment = half ? 8 : 1;
