@@ -5,6 +5,7 @@
 #include "cuda/exchange_harness.h"
 #include "cuda/processes.h"
 #include "exchange/cuda/group_config.h"
+#include "fabric/nccl/nccl_transport.h"
 
 namespace waybill::cuda {
 namespace {
@@ -154,6 +155,59 @@ TEST(ExchangeNccl, DifferentConfigsAndWindowsAreRefusedOnEveryRank) {
     if (!refused([&] { (void)world.window("rows", rank == 1 ? 512 : 256); }, "one size on all ranks, got 256 to 512")) return 2;
     if (!refused([&] { (void)world.window("rows", std::size_t{1} << 40); }, "does not fit")) return 3;
     return 0;
+  };
+  EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+// Two processes on one GPU that NCCL takes for two nodes: sockets between them.
+void play_two_nodes(int rank) {
+  ::setenv("NCCL_HOSTID", rank == 0 ? "first" : "second", 1), ::setenv("NCCL_SOCKET_IFNAME", "lo", 1), ::setenv("LOCAL_RANK", "0", 1);
+}
+
+TEST(NcclTransportCuda, HostCollectivesBetweenTwoNodes) {
+  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
+  const auto body = [](int rank) {
+    play_two_nodes(rank);
+    const ProcessRank self = process_rank();
+    const NcclLibrary& nccl = nccl_library();
+    WB_TRY_CUDA(cudaSetDevice(0));
+    ncclUniqueId id{};
+    if (rank == 0) WB_TRY_NCCL(nccl.get_unique_id(&id));
+    hand_out(self, &id, sizeof(id), std::chrono::milliseconds(10000));
+    ncclComm_t comm = nullptr;
+    WB_TRY_NCCL(nccl.comm_init_rank(&comm, 2, id, rank));
+    int wrong = 0;
+    {
+      const auto fabric = make_caller_fabric(std::make_unique<NcclTransport>(comm, rank, 2, std::chrono::milliseconds(10000)), 2, rank, {});
+      fabric->barrier("start");
+      std::int64_t sums[] = {rank + 1, 10 * (rank + 1)};
+      fabric->all_reduce(std::span<std::int64_t>(sums), ReduceOp::kSum, "sums");
+      wrong += sums[0] != 3 || sums[1] != 30 ? 1 : 0;
+      std::vector<int> own(1000, rank + 7), all(2000);
+      fabric->all_gather(own.data(), all.data(), 4000, "gather");
+      wrong += all[0] != 7 || all[1999] != 8 ? 2 : 0;
+      int value = rank == 1 ? 42 : 0;
+      fabric->broadcast(&value, sizeof(value), 1, "broadcast");
+      wrong += value != 42 ? 4 : 0;
+    }
+    WB_TRY_NCCL(nccl.comm_destroy(comm));
+    return wrong;
+  };
+  EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+TEST(ExchangeNccl, RanksThatDoNotReachEachOtherAreRefused) {
+  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
+  const auto body = [](int rank) {
+    play_two_nodes(rank);
+    try {
+      NcclWorld world(options(10000));
+    } catch (const Error& error) {
+      if (std::string(error.what()).find("reaches the memory of 1 of 2 ranks") != std::string::npos) ::_exit(0);
+      std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      ::_exit(2);
+    }
+    return 1;
   };
   EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
 }

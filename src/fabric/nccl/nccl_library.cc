@@ -32,6 +32,7 @@ NcclLibrary load() {
   find(library, "ncclCommGetAsyncError", nccl.comm_get_async_error);
   find(library, "ncclMemAlloc", nccl.mem_alloc), find(library, "ncclMemFree", nccl.mem_free);
   find(library, "ncclCommWindowRegister", nccl.window_register), find(library, "ncclCommWindowDeregister", nccl.window_deregister);
+  find(library, "ncclTeamLsa", nccl.team_lsa);
   find(library, "ncclGroupStart", nccl.group_start), find(library, "ncclGroupEnd", nccl.group_end);
   find(library, "ncclSend", nccl.send), find(library, "ncclRecv", nccl.receive);
   return nccl;

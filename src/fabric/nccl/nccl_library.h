@@ -11,6 +11,11 @@
 
 namespace waybill::cuda {
 
+// NCCL's ncclTeam (nccl_device.h, which host compilers do not take): ranks that reach each other's memory.
+struct NcclTeam {
+  int num_ranks, rank, stride;
+};
+
 struct NcclLibrary {
   int version = 0;
   decltype(&ncclGetErrorString) error_string = nullptr;
@@ -23,6 +28,7 @@ struct NcclLibrary {
   decltype(&ncclMemFree) mem_free = nullptr;
   decltype(&ncclCommWindowRegister) window_register = nullptr;
   decltype(&ncclCommWindowDeregister) window_deregister = nullptr;
+  NcclTeam (*team_lsa)(ncclComm_t) = nullptr;  // known once a window is registered
   decltype(&ncclGroupStart) group_start = nullptr;
   decltype(&ncclGroupEnd) group_end = nullptr;
   decltype(&ncclSend) send = nullptr;

@@ -47,14 +47,16 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   WB_TRY_CUDA(cudaMemset(arena_, 0, arena_bytes_));
   WB_TRY_CUDA(cudaDeviceSynchronize());
   WB_TRY_NCCL(nccl.window_register(comm_, arena_, arena_bytes_, &window_, NCCL_WIN_DEFAULT));
+  const int reached = nccl.team_lsa(comm_).num_ranks;
+  std::int64_t fewest[1] = {reached};
+  fabric_->all_reduce(std::span<std::int64_t>(fewest), ReduceOp::kMin, "nccl domain");
+  WB_CHECK(fewest[0] == self.size, "rank {} reaches the memory of {} of {} ranks, some rank of {}: the nccl engine needs all of them in one NVLink domain",
+           self.rank, reached, self.size, fewest[0]);
   const DeviceBuffer table(sizeof(peers_.base), device_);
   launch_window_pointers(window_, self.size, table.as<void*>(), nullptr);
   check_launch("nccl_window_pointers");
   table.download(peers_.base, sizeof(void*) * static_cast<std::size_t>(self.size));
   WB_TRY_CUDA(cudaDeviceSynchronize());
-  for (int peer = 0; peer < self.size; ++peer) {
-    WB_CHECK(peers_.base[peer] != nullptr, "rank {} cannot reach the memory of rank {}: the nccl engine needs all ranks in one NVLink domain", self.rank, peer);
-  }
   peers_.rank = self.rank, peers_.size = self.size, peers_.timeout_ns = timeout_ns_;
   fabric_->barrier("nccl arena is there");
 }
