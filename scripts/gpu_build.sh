@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
-#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,quantize}, test_cuda_fabric (default: all)
+#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,fp8,quantize}, test_cuda_fabric (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
 # WAYBILL_NCCL_INCLUDE: a folder with NCCL's headers, where the compiler does not find them by itself; without them test_cuda_nccl is left out.
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
@@ -24,7 +24,8 @@ fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc) $(found src/fabric/cuda_lo
 exchange="$fabric $(ls src/route/*.cc src/exchange/*.cc src/exchange/cuda/*.cc src/exchange/cuda/*.cu)"
 nccl=
 echo '#include <nccl_device.h>' | "$nvcc" -std=c++20 -E -x cu $include - >/dev/null 2>&1 && nccl=$(ls src/fabric/nccl/*.cc src/fabric/nccl/*.cu)
-gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu) tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
+gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu | grep -v "quantized\|fp8_\|part_offsets") tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
+fp8="$(ls src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) src/ops/gemm/cuda/grouped_launch.cc tests/cuda/fp8_reference.cc tests/cuda/fp8_reference.cu tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
 declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/gate_test.cc tests/cuda/main.cc"
@@ -32,6 +33,8 @@ declare -A sources=(
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
   [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_links_test.cc tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
+  [test_cuda_fp8]="$core $fp8 $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
+  [bench_cuda_fp8]="$core $fp8 $quantize tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
@@ -44,7 +47,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_quantize)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_fp8 bench_cuda_quantize)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done
@@ -61,7 +64,7 @@ compile() {
 export -f compile
 export out nvcc cu_flags cxx_flags
 # The longest compiles first.
-printf '%s\n' $all | sort -u | awk '{print ($0 ~ /warp_long|grouped_/ ? 0 : ($0 ~ /\.cu$/ ? 1 : 2)), $0}' | sort -n | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} bash -c 'compile {} || exit 255'
+printf '%s\n' $all | sort -u | awk '{print ($0 ~ /warp_long|grouped_|fp8_[nt]|quantize_tiles/ ? 0 : ($0 ~ /\.cu$/ ? 1 : 2)), $0}' | sort -n | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} bash -c 'compile {} || exit 255'
 objects() { for file in "$@"; do [ -f "$file" ] && echo "$out/obj/$(echo "$file" | tr '/' '_').o"; done; }
 for program in "${programs[@]}"; do
   g++ -o "$out/$program" $(objects ${sources[$program]}) ${deps:+-L$deps/lib} -lgtest -lgmock -L"$(dirname "$cuda_include")/lib64" -lcudart_static -ldl -lrt -pthread \

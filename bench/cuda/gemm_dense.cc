@@ -46,15 +46,20 @@ struct DenseGemm::Plan {
 };
 
 // Row-major [rows, columns] is column-major [columns, rows]: c^T = b a^T.
-DenseGemm::DenseGemm(std::int64_t m, std::int64_t n, std::int64_t k) : plan_(std::make_unique<Plan>()) {
+DenseGemm::DenseGemm(std::int64_t m, std::int64_t n, std::int64_t k, bool is_fp8) : plan_(std::make_unique<Plan>()) {
   Plan& p = *plan_;
   const auto extent = [](std::int64_t v) { return static_cast<std::uint64_t>(v); };
   WB_CUBLASLT(cublasLtCreate, &p.handle);
   WB_CUBLASLT(cublasLtMatmulDescCreate, &p.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F);
   const cublasOperation_t transpose = CUBLAS_OP_T;
   WB_CUBLASLT(cublasLtMatmulDescSetAttribute, p.operation, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof(transpose));
-  WB_CUBLASLT(cublasLtMatrixLayoutCreate, &p.b, CUDA_R_16BF, extent(k), extent(n), k);
-  WB_CUBLASLT(cublasLtMatrixLayoutCreate, &p.a, CUDA_R_16BF, extent(k), extent(m), k);
+  if (is_fp8) {
+    const std::int8_t fast = 1;
+    WB_CUBLASLT(cublasLtMatmulDescSetAttribute, p.operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof(fast));
+  }
+  const cudaDataType_t type = is_fp8 ? CUDA_R_8F_E4M3 : CUDA_R_16BF;
+  WB_CUBLASLT(cublasLtMatrixLayoutCreate, &p.b, type, extent(k), extent(n), k);
+  WB_CUBLASLT(cublasLtMatrixLayoutCreate, &p.a, type, extent(k), extent(m), k);
   WB_CUBLASLT(cublasLtMatrixLayoutCreate, &p.c, CUDA_R_16BF, extent(n), extent(m), n);
   cublasLtMatmulPreference_t preference = nullptr;
   WB_CUBLASLT(cublasLtMatmulPreferenceCreate, &preference);
@@ -63,7 +68,7 @@ DenseGemm::DenseGemm(std::int64_t m, std::int64_t n, std::int64_t k) : plan_(std
   int count = 0;
   WB_CUBLASLT(cublasLtMatmulAlgoGetHeuristic, p.handle, p.operation, p.b, p.a, p.c, p.c, preference, 1, &result, &count);
   WB_CUBLASLT(cublasLtMatmulPreferenceDestroy, preference);
-  if (count == 0) WB_FAIL(ErrorCode::kUnsupported, "cuBLASLt has no matmul of m {}, n {}, k {} in bf16", m, n, k);
+  if (count == 0) WB_FAIL(ErrorCode::kUnsupported, "cuBLASLt has no matmul of m {}, n {}, k {} in {}", m, n, k, is_fp8 ? "fp8" : "bf16");
   p.algorithm = result.algo;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The anchor of the matmul figures: cuBLASLt's dense bf16 product in the same run, through dlopen (the library is the GPU machine's).
+// The anchor of the matmul figures: cuBLASLt's dense product in the same run, through dlopen (the library is the GPU machine's).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,10 +9,11 @@
 
 namespace waybill::cuda {
 
-// c [m, n] = a [m, k] b [n, k]^T, bf16, fp32 accumulation, row-major. Throws kUnsupported where cuBLASLt is missing.
+// c [m, n] bf16 = a [m, k] b [n, k]^T, bf16 or (is_fp8) E4M3 with fast accumulation and without scales, row-major. Throws kUnsupported where cuBLASLt is
+// missing.
 class DenseGemm {
  public:
-  DenseGemm(std::int64_t m, std::int64_t n, std::int64_t k);
+  DenseGemm(std::int64_t m, std::int64_t n, std::int64_t k, bool is_fp8 = false);
   ~DenseGemm();
   DenseGemm(const DenseGemm&) = delete;
   DenseGemm& operator=(const DenseGemm&) = delete;

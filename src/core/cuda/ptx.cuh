@@ -260,6 +260,9 @@ __device__ __forceinline__ void wgmma_keep(float (&acc)[kCount]) {
 // Barrier `id` (1 to 15) among `threads` threads, whole warps.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// Counts among the barrier's threads without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // Four 8x8 matrices of 16-bit values from a warp's registers; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(std::uint32_t smem, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

@@ -56,6 +56,11 @@ class UnitWalker {
   }
   __device__ static int blocks_of(int rows) { return (rows + kBlockK - 1) / kBlockK; }
   __device__ int slices_of(int blocks) const { return max((blocks + slice_blocks_ / 2) / slice_blocks_, 1); }
+  // Where slice `slice` of a group starts. kIsBlocked: without a division of 64 bits, whose registers a kernel may lack.
+  __device__ static int first_block_of(int slice, int blocks, int slices) {
+    if constexpr (kIsBlocked) return slice * (blocks / slices) + min(slice, blocks % slices);
+    return static_cast<int>(static_cast<long long>(slice) * blocks / slices);
+  }
   __device__ int units_of_rows(int rows, int group) const {
     if (group >= p_.groups) return 0;
     if constexpr (kForm == GemmForm::kTN) {
@@ -119,8 +124,7 @@ class UnitWalker {
     if constexpr (kForm == GemmForm::kTN) {
       m_tiles = (p_.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
       const int blocks = blocks_of(rows), slices = slices_of(blocks), slice = local / tiles_;
-      const int first = static_cast<int>(static_cast<long long>(slice) * blocks / slices);
-      const int last = static_cast<int>(static_cast<long long>(slice + 1) * blocks / slices);
+      const int first = first_block_of(slice, blocks, slices), last = first_block_of(slice + 1, blocks, slices);
       out.slice = slice, out.num_slices = slices, out.first_slot = unit - slice * tiles_, out.slot_stride = tiles_;
       out.k_row = begin + (kIsBlocked ? first : first * kBlockK), out.num_blocks = last - first;
       out.k_tail = slice == slices - 1 && blocks > 0 ? rows - (blocks - 1) * kBlockK : kBlockK;

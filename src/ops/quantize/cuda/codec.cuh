@@ -99,9 +99,22 @@ __device__ __forceinline__ std::uint32_t e8m0_of(std::uint32_t amax, ScaleRule r
 // A block's scale: what is stored (a byte, or the bits of a float) and how values come into the range of the elements.
 struct BlockScale {
   std::uint32_t stored;
-  float factor;   // powers of two: values are multiplied by it. kE4M3: by the group's scale
-  float divisor;  // kF32, kE4M3: and divided by it. NaN spoils the block; 0 (kE4M3) makes it zeros
+  float factor;             // powers of two: values are multiplied by it. kE4M3: by the group's scale
+  float divisor;            // kF32, kE4M3: and divided by it. NaN spoils the block; 0 (kE4M3) makes it zeros
+  float reciprocal = 0.0f;  // of the divisor where divide() may be used, else 0
 };
+
+// a / b rounded correctly, from y = 1 / b rounded correctly: each step corrects the quotient by its exact remainder (Markstein 1990). The
+// magnitude of b is within 2^-80 and 2^120 and a is finite; a quotient that rounds to no element may be less exact.
+__device__ __forceinline__ float divide(float a, float b, float y) {
+  float q = __fmul_rn(a, y);
+  q = fmaf(fmaf(-b, q, a), y, q);
+  q = fmaf(fmaf(-b, q, a), y, q);
+  return copysignf(q, a);  // also of a zero
+}
+__device__ __forceinline__ float reciprocal_of(float divisor, std::uint32_t amax) {
+  return amax < kInfinityBits && divisor >= 0x1p-80f && divisor <= 0x1p120f ? __frcp_rn(divisor) : 0.0f;
+}
 
 template <ElementFormat kFormat>
 __device__ __forceinline__ BlockScale block_scale(std::uint32_t amax, ScaleFormat format, ScaleRule rule, float group) {
@@ -114,11 +127,12 @@ __device__ __forceinline__ BlockScale block_scale(std::uint32_t amax, ScaleForma
   }
   if (format == ScaleFormat::kF32) {
     const float scale = amax == 0 ? 1.0f : (is_nan ? __uint_as_float(kNaNBits) : fmaxf(__fdiv_rn(finite, Element<kFormat>::kLargest), 0x1p-126f));
-    return {__float_as_uint(scale), 1.0f, scale};
+    return {__float_as_uint(scale), 1.0f, scale, reciprocal_of(scale, amax)};
   }
   const float wanted = is_nan ? __uint_as_float(kNaNBits) : __fmul_rn(__fdiv_rn(finite, Element<kFormat>::kLargest), group);
   const std::uint32_t byte = encode_one<ElementFormat::kE4M3>(wanted);
-  return {byte, group, decode_one<ElementFormat::kE4M3>(byte)};
+  const float scale = decode_one<ElementFormat::kE4M3>(byte);
+  return {byte, group, scale, reciprocal_of(scale, amax)};
 }
 
 // The value that is rounded to an element. kDivides: kF32 and kE4M3 scales.

@@ -17,21 +17,22 @@ __device__ __forceinline__ std::uint32_t number(std::uint32_t bits) {
 }
 __device__ __forceinline__ std::uint32_t number_pair(std::uint32_t pair) { return max(number(pair << 16), number(pair & 0xffff0000u)); }
 
-// Rows [begin, end); is_wide: pieces of 16 bytes.
+// Rows [begin, end), a warp a row; is_wide: pieces of 16 bytes.
 __device__ std::uint32_t largest(const WideRows& x, int begin, int end, bool is_wide) {
   std::uint32_t amax = 0;
-  const int per = x.is_bf16 ? 8 : 4, pieces = is_wide ? x.columns / per : x.columns, count = (end - begin) * pieces;
+  const int per = x.is_bf16 ? 8 : 4, pieces = is_wide ? x.columns / per : x.columns, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < end; row += kThreads / 32) {
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    const int row = begin + i / pieces, piece = i % pieces;
-    if (!is_wide) {
-      amax = max(amax, number(__float_as_uint(load_value(x, row, piece))));
-      continue;
+    for (int piece = lane; piece < pieces; piece += 32) {
+      if (!is_wide) {
+        amax = max(amax, number(__float_as_uint(load_value(x, row, piece))));
+        continue;
+      }
+      const std::int64_t at = (row * x.stride + static_cast<std::int64_t>(piece) * per) * (x.is_bf16 ? 2 : 4);
+      const uint4 v = ptx::ld_stream_v4(static_cast<const std::uint8_t*>(x.data) + at);
+      amax = x.is_bf16 ? max(max(amax, number_pair(v.x)), max(number_pair(v.y), max(number_pair(v.z), number_pair(v.w))))
+                       : max(max(amax, number(v.x)), max(number(v.y), max(number(v.z), number(v.w))));
     }
-    const std::int64_t at = (row * x.stride + static_cast<std::int64_t>(piece) * per) * (x.is_bf16 ? 2 : 4);
-    const uint4 v = ptx::ld_stream_v4(static_cast<const std::uint8_t*>(x.data) + at);
-    amax = x.is_bf16 ? max(max(amax, number_pair(v.x)), max(number_pair(v.y), max(number_pair(v.z), number_pair(v.w))))
-                     : max(max(amax, number(v.x)), max(number(v.y), max(number(v.z), number(v.w))));
   }
   return amax;
 }

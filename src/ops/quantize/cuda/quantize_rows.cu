@@ -30,7 +30,9 @@ __device__ __forceinline__ void quantize_piece(const WideRows& x, const CodedRow
   const int g = grid.needs_groups ? table.group_of_row(row) : 0;
   const float group = kFormat == ElementFormat::kE2M1 ? __ldg(out.group_scales + g) : 1.0f;
   const BlockScale scale = block_scale<kFormat>(amax, out.scale, out.rule, group);
-  const uint2 codes = encode_eight<kFormat>([&](int i) { return to_element<kDivides>(piece.value(i), scale); });
+  const uint2 codes = kDivides && scale.reciprocal != 0
+                          ? encode_eight<kFormat>([&](int i) { return divide(__fmul_rn(piece.value(i), scale.factor), scale.divisor, scale.reciprocal); })
+                          : encode_eight<kFormat>([&](int i) { return to_element<kDivides>(piece.value(i), scale); });
   if (out.codes != nullptr) {
     if constexpr (kFormat == ElementFormat::kE2M1) {
       *reinterpret_cast<std::uint32_t*>(out.codes + row * out.code_stride + column / 2) = codes.x;

@@ -16,14 +16,30 @@ namespace {
 constexpr int kThreads = 256, kTile = 128, kWarps = kThreads / 32;
 
 // What registers allow.
-template <int kBlock, bool kIsBf16>
-constexpr int kCtasPerSm = (kBlock == 128 ? 2 : 1) + (kIsBf16 ? 1 : 0);
+template <int kBlock, bool kIsBf16, bool kDivides>
+constexpr int kCtasPerSm = (kBlock == 128 && !kDivides ? 2 : 1) + (kIsBf16 ? 1 : 0);
 
-template <int kBlock>
+// What values are multiplied by, or divided by.
+template <bool kDivides>
+struct Apply {
+  float by;
+  __device__ __forceinline__ static Apply of(const BlockScale& scale) { return {scale.factor}; }
+  __device__ __forceinline__ float operator()(float value) const { return __fmul_rn(value, by); }
+  __device__ __forceinline__ Apply of_lane(int lane) const { return {__shfl_sync(ptx::kFullWarp, by, lane)}; }
+};
+template <>
+struct Apply<true> {
+  float by, reciprocal;
+  __device__ __forceinline__ static Apply of(const BlockScale& scale) { return {scale.divisor, scale.reciprocal}; }
+  __device__ __forceinline__ float operator()(float value) const { return reciprocal != 0 ? divide(value, by, reciprocal) : __fdiv_rn(value, by); }
+  __device__ __forceinline__ Apply of_lane(int lane) const { return {__shfl_sync(ptx::kFullWarp, by, lane), __shfl_sync(ptx::kFullWarp, reciprocal, lane)}; }
+};
+
+template <int kBlock, bool kDivides>
 struct TileShared {
   std::uint8_t turned[kTile * kTile];
-  std::uint32_t part[kWarps][kTile];     // largest magnitudes of a warp's 16 rows
-  float inverse[kTile / kBlock][kTile];  // or divisors
+  std::uint32_t part[kWarps][kTile];  // largest magnitudes of a warp's 16 rows
+  Apply<kDivides> apply[kTile / kBlock][kTile];
 };
 
 // One 128 x 128 tile and this thread's place in it.
@@ -45,15 +61,6 @@ __device__ __forceinline__ void store_scale(const CodedRows& out, std::int64_t r
   }
 }
 
-template <bool kDivides>
-__device__ __forceinline__ float scaled(float value, float by) {
-  return kDivides ? __fdiv_rn(value, by) : __fmul_rn(value, by);
-}
-template <bool kDivides>
-__device__ __forceinline__ float scale_to_apply(const BlockScale& scale) {
-  return kDivides ? scale.divisor : scale.factor;
-}
-
 // Halves the values by swapping with the lane at distance `mask`: a lane keeps the half that its bit names.
 template <int kCount>
 __device__ __forceinline__ void meet(std::uint32_t (&m)[8], int lane, int mask) {
@@ -67,7 +74,7 @@ __device__ __forceinline__ void meet(std::uint32_t (&m)[8], int lane, int mask) 
 
 // Scales of row blocks, stored; returns what to apply to this thread's 8 rows.
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
-__device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, int columns, const Place& at, float (&apply)[8]) {
+__device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, int columns, const Place& at, Apply<kDivides> (&apply)[8]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t m[8];
 #pragma unroll
@@ -82,11 +89,11 @@ __device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], co
     meet<8>(m, lane, 2), meet<4>(m, lane, 1);
     first = lane % 4 * 2;
   }
-  float own[kOwned];
+  Apply<kDivides> own[kOwned];
 #pragma unroll
   for (int i = 0; i < kOwned; ++i) {
     const BlockScale scale = block_scale<kFormat>(m[i], out.scale, out.rule, 1.0f);
-    own[i] = scale_to_apply<kDivides>(scale);
+    own[i] = Apply<kDivides>::of(scale);
     // The last tile may hold fewer columns than its blocks (32) would.
     if ((kBlock == 32 || lane % 2 == 0) && at.has_row(first + i) && at.column() / kBlock * kBlock < columns) {
       store_scale(out, at.row(first + i), at.column() / kBlock, scale);
@@ -94,14 +101,14 @@ __device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], co
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    apply[i] = kBlock == 128 ? __shfl_sync(ptx::kFullWarp, own[0], (lane & 16) + 2 * i) : __shfl_sync(ptx::kFullWarp, own[i % kOwned], (lane & 28) + i / 2);
+    apply[i] = kBlock == 128 ? own[0].of_lane((lane & 16) + 2 * i) : own[i % kOwned].of_lane((lane & 28) + i / 2);
   }
 }
 
 // Scales of column blocks, stored, and in shared memory.
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
 __device__ __forceinline__ void scale_columns(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const GroupTable& table,
-                                              const Place& at, TileShared<kBlock>& shared) {
+                                              const Place& at, TileShared<kBlock, kDivides>& shared) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   ColumnMaximum<kIsBf16> largest;
 #pragma unroll
@@ -120,7 +127,7 @@ __device__ __forceinline__ void scale_columns(const Piece<kIsBf16> (&pieces)[8],
 #pragma unroll
     for (int w = 0; w < kWarpsOfBlock; ++w) amax = max(amax, shared.part[block * kWarpsOfBlock + w][column]);
     const BlockScale scale = block_scale<kFormat>(amax, out.scale, out.rule, 1.0f);
-    shared.inverse[block][column] = scale_to_apply<kDivides>(scale);
+    shared.apply[block][column] = Apply<kDivides>::of(scale);
     if (block * kBlock >= at.valid || at.column0 + column >= x.columns) continue;
     const std::int64_t row = kBlock == 128 ? at.block : table.first_block<1>(at.group) + (at.row0 - table.first_row(at.group)) / kBlock + block;
     store_scale(out, row, at.column0 + column, scale);
@@ -130,7 +137,8 @@ __device__ __forceinline__ void scale_columns(const Piece<kIsBf16> (&pieces)[8],
 
 // One scale for the tile; returns what to apply.
 template <ElementFormat kFormat, bool kDivides, bool kIsBf16>
-__device__ __forceinline__ float scale_tile(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const Place& at, TileShared<128>& shared) {
+__device__ __forceinline__ Apply<kDivides> scale_tile(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const Place& at,
+                                                      TileShared<128, kDivides>& shared) {
   const int thread = static_cast<int>(threadIdx.x);
   std::uint32_t amax = 0;
 #pragma unroll
@@ -142,11 +150,11 @@ __device__ __forceinline__ float scale_tile(const Piece<kIsBf16> (&pieces)[8], c
   for (int w = 0; w < kWarps; ++w) amax = max(amax, shared.part[0][w]);
   const BlockScale scale = block_scale<kFormat>(amax, out.scale, out.rule, 1.0f);
   if (thread == 0) store_scale(out, at.block, at.column0 / kTile, scale);
-  return scale_to_apply<kDivides>(scale);
+  return Apply<kDivides>::of(scale);
 }
 
 // Codes of rows as x lies.
-template <ElementFormat kFormat, bool kDivides, bool kIsBf16, class Scale>
+template <ElementFormat kFormat, bool kIsBf16, class Scale>
 __device__ __forceinline__ void store_codes(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const Place& at,
                                             const Scale& scale_of) {
   if (at.column() >= x.columns) return;
@@ -154,7 +162,7 @@ __device__ __forceinline__ void store_codes(const Piece<kIsBf16> (&pieces)[8], c
   for (int i = 0; i < 8; ++i) {
     if (!at.has_row(i)) break;
     *reinterpret_cast<uint2*>(out.codes + at.row(i) * out.code_stride + at.column()) =
-        encode_eight<kFormat>([&](int j) { return scaled<kDivides>(pieces[i].value(j), scale_of(i, j)); });
+        encode_eight<kFormat>([&](int j) { return scale_of(i, j)(pieces[i].value(j)); });
   }
 }
 
@@ -163,15 +171,15 @@ __device__ __forceinline__ int turned_place(int column, int ty) {
   return column * kTile + (((ty >> 1) ^ (column >> 3 & 7)) << 4) + (((ty & 1) ^ (column >> 6)) << 3);
 }
 
-template <ElementFormat kFormat, bool kDivides, bool kIsBf16, class Scale>
+template <ElementFormat kFormat, bool kIsBf16, class Scale>
 __device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const Place& at, std::uint8_t* stage,
                                              const Scale& scale_of) {
   const int missing = min(max(8 * at.ty + 8 - at.valid, 0), 8);  // rows past the group's end are zeros, also where the block is NaN
   const std::uint64_t mask = missing == 8 ? 0 : ~std::uint64_t{0} >> (8 * missing);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float by = scale_of(j);
-    uint2 codes = encode_eight<kFormat>([&](int i) { return scaled<kDivides>(pieces[i].value(j), by); });
+    const auto apply = scale_of(j);
+    uint2 codes = encode_eight<kFormat>([&](int i) { return apply(pieces[i].value(j)); });
     codes.x &= static_cast<std::uint32_t>(mask), codes.y &= static_cast<std::uint32_t>(mask >> 32);
     *reinterpret_cast<uint2*>(stage + turned_place(8 * at.tx + j, at.ty)) = codes;
   }
@@ -188,46 +196,76 @@ __device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], 
   }
 }
 
+// The tile of a unit; units walk the columns of a row of blocks first.
+__device__ __forceinline__ Place place_of(const WideRows& x, const GroupTable& table, std::int64_t unit) {
+  const int column_tiles = (x.columns + kTile - 1) / kTile, thread = static_cast<int>(threadIdx.x);
+  Place at;
+  at.block = unit / column_tiles;
+  at.column0 = static_cast<int>(unit - at.block * column_tiles) * kTile;
+  at.group = table.group_of_block(static_cast<int>(at.block));
+  at.row0 = table.first_row(at.group) + (static_cast<int>(at.block) - table.first_block(at.group)) * kTile;
+  at.valid = min(kTile, table.end_row(at.group) - at.row0);
+  at.tx = thread % 16, at.ty = thread / 16;
+  return at;
+}
+
+// A thread's elements of the next tile on their way to shared memory; nobody else reads them.
+template <bool kIsBf16>
+__device__ __forceinline__ void start_copies(const WideRows& x, const Place& at, uint4* next) {
+  constexpr int kPieces = kIsBf16 ? 1 : 2;  // of 16 bytes, for 8 elements
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const bool is_there = at.has_row(i) && at.column() < x.columns;
+    const std::int64_t element = is_there ? at.row(i) * x.stride + at.column() : 0;
+#pragma unroll
+    for (int h = 0; h < kPieces; ++h) {
+      ptx::copy_async_16(ptx::smem_address(next + (i * kPieces + h) * kThreads + threadIdx.x),
+                         static_cast<const std::uint8_t*>(x.data) + element * (kIsBf16 ? 2 : 4) + 16 * h, is_there);
+    }
+  }
+}
+
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile, bool kIsBf16>
-__global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16>) quantize_tiles(const WideRows x, const CodedRows rows, const CodedRows columns) {
-  extern __shared__ int memory[];
-  __shared__ TileShared<kBlock> shared;
+__global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides>)
+    quantize_tiles(const WideRows x, const CodedRows rows, const CodedRows columns) {
+  extern __shared__ __align__(16) int memory[];
+  __shared__ TileShared<kBlock, kDivides> shared;
+  auto* next = reinterpret_cast<uint4*>(memory);
   GroupTable table;
-  table.build<128, kBlock == 128 ? 0 : kBlock>(x, memory);
-  const int column_tiles = (x.columns + kTile - 1) / kTile;
-  const std::int64_t num_units = static_cast<std::int64_t>(table.num_blocks()) * column_tiles;
+  table.build<128, kBlock == 128 ? 0 : kBlock>(x, memory + kTile * kTile / (kIsBf16 ? 2 : 1));
+  const std::int64_t num_units = static_cast<std::int64_t>(table.num_blocks()) * ((x.columns + kTile - 1) / kTile);
   if (x.status != nullptr && threadIdx.x == 0 && blockIdx.x == 0 && (kBlock == 128 ? table.num_blocks() : table.num_blocks<1>()) > columns.scale_rows) {
     atomicOr(&x.status->flags, static_cast<unsigned>(kStatusBadOffsets));
   }
+  if (blockIdx.x < num_units) start_copies<kIsBf16>(x, place_of(x, table, blockIdx.x), next);
   for (std::int64_t unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-    Place at;
-    at.block = unit / column_tiles;
-    at.column0 = static_cast<int>(unit - at.block * column_tiles) * kTile;
-    at.group = table.group_of_block(static_cast<int>(at.block));
-    at.row0 = table.first_row(at.group) + (static_cast<int>(at.block) - table.first_block(at.group)) * kTile;
-    at.valid = min(kTile, table.end_row(at.group) - at.row0);
-    at.tx = static_cast<int>(threadIdx.x) % 16, at.ty = static_cast<int>(threadIdx.x) / 16;
+    const Place at = place_of(x, table, unit);
     Piece<kIsBf16> pieces[8];
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) pieces[i].load(x.data, at.row(i) * x.stride + at.column(), at.has_row(i) && at.column() < x.columns);
+    for (int i = 0; i < 8; ++i) pieces[i].take(next + i * Piece<kIsBf16>::kVectors * kThreads + threadIdx.x, kThreads);
+    // Once the maxima are known all threads have their elements in registers.
+    const auto prefetch = [&] {
+      if (unit + gridDim.x < num_units) start_copies<kIsBf16>(x, place_of(x, table, unit + gridDim.x), next);
+    };
     if constexpr (kIsTile) {
-      const float apply = scale_tile<kFormat, kDivides>(pieces, columns, at, shared);
-      if (columns.codes != nullptr) store_codes<kFormat, kDivides>(pieces, columns, x, at, [&](int, int) { return apply; });
-      if (columns.turned != nullptr) store_turned<kFormat, kDivides>(pieces, columns, x, at, shared.turned, [&](int) { return apply; });
+      const Apply<kDivides> apply = scale_tile<kFormat, kDivides>(pieces, columns, at, shared);
+      prefetch();
+      if (columns.codes != nullptr) store_codes<kFormat>(pieces, columns, x, at, [&](int, int) { return apply; });
+      if (columns.turned != nullptr) store_turned<kFormat>(pieces, columns, x, at, shared.turned, [&](int) { return apply; });
       __syncthreads();
     } else {
-      if (rows.codes != nullptr) {
-        float apply[8];
-        scale_rows<kFormat, kDivides, kBlock>(pieces, rows, x.columns, at, apply);
-        store_codes<kFormat, kDivides>(pieces, rows, x, at, [&](int i, int) { return apply[i]; });
-      }
+      Apply<kDivides> apply[8];
+      if (rows.codes != nullptr) scale_rows<kFormat, kDivides, kBlock>(pieces, rows, x.columns, at, apply);
       scale_columns<kFormat, kDivides, kBlock>(pieces, columns, x, table, at, shared);
-      const float* inverse = shared.inverse[8 * at.ty / kBlock] + 8 * at.tx;
-      float apply[8];
+      prefetch();
+      if (rows.codes != nullptr) store_codes<kFormat>(pieces, rows, x, at, [&](int i, int) { return apply[i]; });
+      const Apply<kDivides>* of_columns = shared.apply[8 * at.ty / kBlock] + 8 * at.tx;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) apply[j] = inverse[j];
-      if (columns.codes != nullptr) store_codes<kFormat, kDivides>(pieces, columns, x, at, [&](int, int j) { return apply[j]; });
-      if (columns.turned != nullptr) store_turned<kFormat, kDivides>(pieces, columns, x, at, shared.turned, [&](int j) { return apply[j]; });
+      for (int j = 0; j < 8; ++j) apply[j] = of_columns[j];
+      if (columns.codes != nullptr) store_codes<kFormat>(pieces, columns, x, at, [&](int, int j) { return apply[j]; });
+      if (columns.turned != nullptr) store_turned<kFormat>(pieces, columns, x, at, shared.turned, [&](int j) { return apply[j]; });
     }
   }
 }
@@ -235,10 +273,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16>) quantiz
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile>
 void launch(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
   const std::int64_t units = (x.rows / kTile + x.groups) * ((x.columns + kTile - 1) / kTile);
-  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>(units, 132 * (x.is_bf16 ? kCtasPerSm<kBlock, true> : kCtasPerSm<kBlock, false>)));
+  const auto ctas =
+      static_cast<unsigned>(std::min<std::int64_t>(units, 132 * (x.is_bf16 ? kCtasPerSm<kBlock, true, kDivides> : kCtasPerSm<kBlock, false, kDivides>)));
   const auto kernel = x.is_bf16 ? quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true> : quantize_tiles<kFormat, kDivides, kBlock, kIsTile, false>;
-  const std::size_t bytes = GroupTable::bytes(x.groups, kBlock == 128 ? 1 : 2);
-  allow_shared(kernel, bytes + sizeof(TileShared<kBlock>));
+  const std::size_t bytes = kTile * kTile * (x.is_bf16 ? 2u : 4u) + GroupTable::bytes(x.groups, kBlock == 128 ? 1 : 2);
+  allow_shared(kernel, bytes + sizeof(TileShared<kBlock, kDivides>));
   kernel<<<ctas, kThreads, static_cast<unsigned>(bytes), stream>>>(x, rows, columns);
 }
 

@@ -12,8 +12,9 @@ struct Piece;
 
 template <>
 struct Piece<true> {
-  static constexpr int kWords = 4;
+  static constexpr int kVectors = 1;  // of 16 bytes
   uint4 w;
+  __device__ __forceinline__ void take(const uint4* from, int) { w = *from; }
   __device__ __forceinline__ void load(const void* data, std::int64_t element, bool is_there) {
     w = is_there ? ptx::ld_stream_v4(static_cast<const std::uint16_t*>(data) + element) : make_uint4(0, 0, 0, 0);
   }
@@ -28,7 +29,9 @@ struct Piece<true> {
 
 template <>
 struct Piece<false> {
+  static constexpr int kVectors = 2;
   uint4 w[2];
+  __device__ __forceinline__ void take(const uint4* from, int apart) { w[0] = from[0], w[1] = from[apart]; }
   __device__ __forceinline__ void load(const void* data, std::int64_t element, bool is_there) {
     const float* at = static_cast<const float*>(data) + element;
     w[0] = is_there ? ptx::ld_stream_v4(at) : make_uint4(0, 0, 0, 0);

@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+// 8-bit grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense E4M3 8192^3 of
+// the same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails.
+//   bench_cuda_fp8 OUT.jsonl [--filter TEXT] [--loads] [--sweep]
+//     --loads   also softmax, one expert with 90%, and zipf loads
+//     --sweep   every tile and band instead of the policy's choice, briefly; no records
+// Operands are normal values quantised by the GPU quantisers (1 x 128, 128 x 128, 128 x 1, scales powers of two) before the clock starts.
+// Method "burst": before each of 5 repetitions the device spins 15 ms; then 10 calls between two events; the median. TFLOP/s count valid rows.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "bench/cuda/gemm_dense.h"
+#include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
+#include "cuda/device_random.h"
+#include "cuda/fp8_reference.h"
+#include "cuda/gemm_spin.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
+#include "waybill/quantize.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr double kBytesPerUs = 4.29e6, kTargetDense = 1528;
+constexpr std::int64_t kDense = 8192;
+constexpr Device kGpu{DeviceType::kCuda, 0};
+
+struct Shape {
+  std::int64_t L, rows, N, C;  // rows: mean of a group
+  const char* load;
+  double fwd, dgrad, store, accumulate;  // TFLOP/s wanted; 0: none
+};
+
+std::vector<std::int64_t> counts_of(const Shape& s) {
+  const std::string load = s.load;
+  const std::int64_t total = s.L * s.rows;
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(s.L), s.rows);
+  if (load == "even") return counts;
+  std::mt19937 random(1);
+  std::normal_distribution<double> normal;
+  std::vector<double> share(counts.size());
+  for (std::size_t i = 0; i < share.size(); ++i) {
+    share[i] = load == "softmax" ? std::exp(normal(random))
+                                 : (load == "zipf" ? 1.0 / static_cast<double>(i + 1) : (i == 0 ? 9.0 * static_cast<double>(s.L - 1) : 1.0));
+  }
+  const double sum = std::accumulate(share.begin(), share.end(), 0.0);
+  std::int64_t given = 0;
+  for (std::size_t i = 0; i < share.size(); ++i) given += counts[i] = static_cast<std::int64_t>(share[i] / sum * static_cast<double>(total));
+  for (std::size_t i = 0; given < total; i = (i + 1) % counts.size()) ++counts[i], ++given;
+  return counts;
+}
+
+struct Spread {
+  double us = 0, spread = 0;
+};
+
+template <class Body>
+Spread time_burst(const CudaStream& stream, int repetitions, int calls, double spin_ms, const Body& body) {
+  const CudaEvent begin, end;
+  body();
+  stream.synchronize();
+  std::vector<double> us;
+  for (int r = 0; r < repetitions; ++r) {
+    spin(spin_ms, stream);
+    begin.record(stream);
+    for (int i = 0; i < calls; ++i) body();
+    end.record(stream);
+    end.synchronize();
+    us.push_back(static_cast<double>(end.elapsed_us_since(begin)) / calls);
+  }
+  std::sort(us.begin(), us.end());
+  return {us[us.size() / 2], us.back() - us.front()};
+}
+
+TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
+  TensorView v(buffer.data(), dtype, shape);
+  v.device = kGpu;
+  return v;
+}
+
+DeviceBuffer normal(std::int64_t count, std::uint64_t seed) {
+  DeviceBuffer x(static_cast<std::size_t>(count) * 2 + 16);
+  fill_normal(x.data(), DType::kBF16, static_cast<std::size_t>(count), seed, 1.0f, nullptr);
+  return x;
+}
+
+DeviceBuffer upload(const std::vector<std::int32_t>& values) {
+  DeviceBuffer buffer(values.size() * 4);
+  buffer.upload(values.data(), buffer.bytes());
+  return buffer;
+}
+
+// Codes of one tensor, as rows (or tiles) and turned, with the scales of each.
+struct Coded {
+  DeviceBuffer codes, scales, turned, turned_scales;
+
+  // rows of a ragged tensor: 1 x 128, and 128 x 1 turned
+  static Coded rows(std::int64_t S, std::int64_t columns, const DeviceBuffer& offsets, std::int64_t L, std::uint64_t seed) {
+    const std::int64_t blocks = max_block_rows(S, L, 128), k_blocks = (columns + 127) / 128;
+    const DeviceBuffer x = normal(S * columns, seed);
+    Coded c;
+    c.codes = DeviceBuffer(size(S * columns)), c.scales = DeviceBuffer(size(S * k_blocks * 4));
+    c.turned = DeviceBuffer(size(blocks * columns * 128)), c.turned_scales = DeviceBuffer(size(blocks * columns * 4));
+    QuantizedView straight, turn;
+    straight.codes = view(c.codes, DType::kU8, {S, columns}), straight.scales = view(c.scales, DType::kF32, {S, k_blocks});
+    turn.turned = view(c.turned, DType::kU8, {blocks, columns, 128}), turn.scales = view(c.turned_scales, DType::kF32, {blocks, columns});
+    quantize_both(fp8_rows(), {ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1}, view(x, DType::kBF16, {S, columns}),
+                  view(offsets, DType::kI32, {L + 1}), straight, turn, {kGpu, nullptr, nullptr});
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    return c;
+  }
+  static Coded tiles(std::int64_t L, std::int64_t N, std::int64_t C, std::uint64_t seed) {
+    std::vector<std::int32_t> firsts;
+    for (std::int64_t g = 0; g <= L; ++g) firsts.push_back(static_cast<std::int32_t>(g * N));
+    const DeviceBuffer x = normal(L * N * C, seed), offsets = upload(firsts);
+    const std::int64_t blocks = L * ((N + 127) / 128);
+    Coded c;
+    c.codes = DeviceBuffer(size(L * N * C)), c.turned = DeviceBuffer(size(blocks * C * 128)), c.scales = DeviceBuffer(size(blocks * ((C + 127) / 128) * 4));
+    QuantizedView out;
+    out.codes = view(c.codes, DType::kU8, {L * N, C}), out.turned = view(c.turned, DType::kU8, {blocks, C, 128});
+    out.scales = view(c.scales, DType::kF32, {blocks, (C + 127) / 128});
+    quantize(fp8_tiles(), view(x, DType::kBF16, {L * N, C}), view(offsets, DType::kI32, {L + 1}), out, {kGpu, nullptr, nullptr});
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    return c;
+  }
+  static std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count) + 16; }
+};
+
+enum Op : int { kForward = 0, kDgrad, kStore, kAccumulate, kNumOps };
+constexpr const char* kOpNames[] = {"fp8_fwd", "fp8_dgrad", "fp8_wgrad bf16", "fp8_wgrad f32 +="};
+
+class Bench {
+ public:
+  explicit Bench(const Shape& s) : s_(s) {
+    const std::vector<std::int64_t> counts = counts_of(s);
+    std::vector<std::int32_t> offsets(1, 0);
+    for (const std::int64_t c : counts) offsets.push_back(offsets.back() + static_cast<std::int32_t>(c)), used_ += c > 0 ? 1 : 0;
+    S_ = offsets.back(), largest_ = *std::max_element(counts.begin(), counts.end());
+    offsets_ = upload(offsets);
+    a_ = Coded::rows(S_, s.C, offsets_, s.L, 1), dy_ = Coded::rows(S_, s.N, offsets_, s.L, 3), w_ = Coded::tiles(s.L, s.N, s.C, 2);
+    d_ = DeviceBuffer(static_cast<std::size_t>(std::max({S_ * s.N * 2, S_ * s.C * 2, s.L * s.N * s.C * 4})));
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
+  Fp8Problem problem(Op op) const {
+    const std::int64_t n_blocks = (s_.N + 127) / 128, c_blocks = (s_.C + 127) / 128;
+    Fp8Problem p{};
+    p.form = op < kStore ? GemmForm::kNT : GemmForm::kTN, p.output = op == kAccumulate ? GemmOutput::kAddF32 : GemmOutput::kBf16;
+    p.types = Fp8Types::kE4M3, p.groups = s_.L, p.rows = S_, p.offsets = offsets_.as<std::int32_t>(), p.d = d_.data();
+    p.n = op == kForward ? s_.N : s_.C, p.k = op == kForward ? s_.C : (op == kDgrad ? s_.N : 0), p.m = op >= kStore ? s_.N : 0;
+    const Coded& a = op == kForward ? a_ : dy_;
+    const Coded& b = op < kStore ? w_ : a_;
+    p.a = (op < kStore ? a.codes : a.turned).data(), p.b = (op == kForward ? b.codes : b.turned).data();
+    p.a_scales = (op < kStore ? a.scales : a.turned_scales).as<float>(), p.b_scales = (op < kStore ? b.scales : b.turned_scales).as<float>();
+    p.a_scale_stride = op == kForward ? c_blocks : n_blocks;
+    p.b_scale_group = n_blocks * c_blocks, p.b_scale_column = op == kForward ? c_blocks : 1, p.b_scale_k = op == kForward ? 1 : c_blocks;
+    p.b_is_turned = op == kDgrad, p.max_blocks = max_block_rows(S_, s_.L, 128);
+    return p;
+  }
+  bool check(Op op, const Fp8Tuning& tuning) const {
+    if (op == kAccumulate) {
+      WB_TRY_CUDA(cudaMemsetAsync(d_.data(), 0, d_.bytes(), stream_));
+    } else {
+      d_.fill(0xcd, stream_);
+    }
+    const Fp8Problem p = problem(op);
+    run_fp8(p, tuning, 0, stream_);
+    const std::int64_t samples = op >= kStore ? std::min<std::int64_t>(5000, std::int64_t{400000000} / std::max<std::int64_t>(largest_, 1)) : 5000;
+    const GemmCheck got = check_fp8(p, nullptr, 0xcd, S_, samples, false, stream_);
+    if (got.wrong != 0) fmt::print("{} {}: {}\n", kOpNames[op], describe(tuning), got.describe());
+    return got.wrong == 0 && got.checked > 0;
+  }
+  Spread time(Op op, const Fp8Tuning& tuning, int repetitions, int calls, double spin_ms) const {
+    const Fp8Problem p = problem(op);
+    return time_burst(stream_, repetitions, calls, spin_ms, [&] { run_fp8(p, tuning, 0, stream_); });
+  }
+  double flops() const { return 2.0 * static_cast<double>(S_) * static_cast<double>(s_.N) * static_cast<double>(s_.C); }
+  // Codes read once, results written once; scales (1/32 of the codes at most) are left out.
+  double bytes(Op op) const {
+    const double weights = static_cast<double>(s_.N) * static_cast<double>(s_.C), rows = static_cast<double>(S_);
+    const auto in = static_cast<double>(op == kForward ? s_.C : s_.N), out = static_cast<double>(op == kForward ? s_.N : s_.C);
+    if (op < kStore) return rows * (in + 2 * out) + static_cast<double>(used_) * weights;
+    return rows * (in + out) + static_cast<double>(op == kAccumulate ? used_ : s_.L) * weights * (op == kStore ? 2 : 8);
+  }
+  double target(Op op) const { return op == kForward ? s_.fwd : (op == kDgrad ? s_.dgrad : (op == kStore ? s_.store : s_.accumulate)); }
+  std::string name() const { return fmt::format("{}x{} N{} C{} {}", s_.L, s_.rows, s_.N, s_.C, s_.load); }
+
+ private:
+  Shape s_;
+  std::int64_t S_ = 0, largest_ = 0, used_ = 0;
+  CudaStream stream_;
+  Coded a_, dy_, w_;
+  DeviceBuffer d_, offsets_;
+};
+
+class Anchor {
+ public:
+  Anchor() : gemm_(kDense, kDense, kDense, true), c_(static_cast<std::size_t>(kDense * kDense) * 2) {
+    const DeviceBuffer offsets = upload({0, static_cast<std::int32_t>(kDense)});
+    a_ = Coded::rows(kDense, kDense, offsets, 1, 11), b_ = Coded::rows(kDense, kDense, offsets, 1, 12);
+  }
+  double tflops() {
+    const Spread t = time_burst(stream_, 5, 10, 15, [&] { gemm_.run(a_.codes.data(), b_.codes.data(), c_.data(), stream_); });
+    return 2.0 * static_cast<double>(kDense * kDense * kDense) / t.us * 1e-6;
+  }
+
+ private:
+  DenseGemm gemm_;
+  CudaStream stream_;
+  Coded a_, b_;
+  DeviceBuffer c_;
+};
+
+std::FILE* g_out = nullptr;
+bool g_all_match = true;
+
+void measure(const Shape& shape, double dense) {
+  const Bench bench(shape);
+  for (int i = 0; i < kNumOps; ++i) {
+    const auto op = static_cast<Op>(i);
+    const Fp8Tuning tuning = choose_fp8_tuning(bench.problem(op), 132);
+    const bool checked = bench.check(op, tuning);
+    const Spread t = bench.time(op, tuning, 5, 10, 15);
+    const double rate = bench.flops() / t.us * 1e-6, floor = std::max(bench.flops() / dense * 1e-6, bench.bytes(op) / kBytesPerUs);
+    const double wanted = bench.target(op) * dense / kTargetDense, target = wanted > 0 ? bench.flops() / wanted * 1e-6 : 0;
+    g_all_match &= checked;
+    fmt::print("{:<18} {:<34} {:<48} {:9.1f} us  {:6.1f} TFLOP/s  floor x{:5.2f}  wanted {:>5}{}{}\n", kOpNames[op], bench.name(), describe(tuning), t.us, rate,
+               t.us / floor, wanted > 0 ? fmt::format("{:.0f}", wanted) : "-", wanted > 0 ? (rate >= wanted ? " met" : " MISSED") : "",
+               checked ? "" : "  WRONG");
+    fmt::print(g_out,
+               "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
+               "\"target\":{},\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":50,\"tflops\":{:.1f}}}\n",
+               kOpNames[op], bench.name(), describe(tuning), t.us, t.spread, floor, target > 0 ? fmt::format("{:.2f}", target) : "null",
+               checked ? "true" : "false", t.us, rate);
+    std::fflush(g_out), std::fflush(stdout);
+  }
+}
+
+void sweep(const Shape& shape, double dense) {
+  const Bench bench(shape);
+  for (int i = 0; i < kNumOps; ++i) {
+    const auto op = static_cast<Op>(i);
+    const Fp8Problem p = bench.problem(op);
+    std::string line = fmt::format("{:<16} {:<28} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(op) * dense / kTargetDense);
+    for (const Fp8Kernel& kernel : fp8_kernels(p.form, p.output, p.types)) {
+      for (const int band : {4, 8, 16, 32}) {
+        Fp8Tuning tuning{kernel.tile, band / kernel.tile.cluster};
+        tuning.takes_turns = band != 32;
+        if (band == 32) tuning.band = 4;
+        if (band == 8 && !bench.check(op, tuning)) line += " WRONG", g_all_match = false;
+        const double us = bench.time(op, tuning, 1, 1, 0.2).us;
+        const int calls = std::clamp(static_cast<int>(8000 / us), 1, 10);
+        line += fmt::format(" {}{:.0f}",
+                            band == 4 ? fmt::format("[{}c{}s{}b{}] ", kernel.tile.block_n, kernel.tile.cluster, kernel.tile.stages, kernel.tile.buffers) : "",
+                            bench.flops() / bench.time(op, tuning, 3, calls, 2).us * 1e-6);
+      }
+    }
+    fmt::print("{}\n", line);
+    std::fflush(stdout);
+  }
+}
+
+std::vector<Shape> shapes(bool with_loads) {
+  std::vector<Shape> all = {
+      {8, 4096, 4096, 7168, "even", 1440, 1440, 1100, 1040},
+      {8, 4096, 7168, 2048, "even", 1360, 1360, 1050, 1000},
+      {32, 1024, 4096, 7168, "even", 1395, 1395, 1000, 780},
+      {128, 2048, 1536, 2048, "even", 1355, 1300, 1000, 900},
+      {128, 2048, 2048, 768, "even", 1095, 1095, 900, 850},
+      {32, 288, 512, 1024, "even", 560, 560, 280, 220},
+      {32, 9216, 1024, 512, "even", 0, 0, 0, 0},
+      {256, 320, 1024, 2048, "even", 0, 0, 0, 0},
+      {256, 320, 2048, 512, "even", 0, 0, 0, 0},
+      {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
+  };
+  if (!with_loads) return all;
+  for (const char* load : {"softmax", "hot90", "zipf"}) {
+    all.push_back({32, 9216, 1024, 512, load, 0, 0, 0, 0});
+    all.push_back({32, 1024, 4096, 7168, load, 0, 0, 0, 0});
+  }
+  return all;
+}
+
+int main_checked(int argc, char** argv) {
+  std::string path = "fp8.jsonl", filter;
+  bool with_loads = false, is_sweep = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--loads") {
+      with_loads = true;
+    } else if (argument == "--sweep") {
+      is_sweep = true;
+    } else if (argument == "--filter" && i + 1 < argc) {
+      filter = argv[++i];
+    } else {
+      path = argument;
+    }
+  }
+  g_out = std::fopen(path.c_str(), "w");
+  WB_CHECK(g_out != nullptr, "cannot write {}", path);
+  register_quantize();
+  Anchor anchor;
+  const double dense = anchor.tflops();
+  fmt::print("dense E4M3 8192^3, cuBLASLt, fast accumulation: {:.1f} TFLOP/s\n", dense);
+  for (const Shape& shape : shapes(with_loads)) {
+    if (!filter.empty() && fmt::format("{}x{} N{} C{} {}", shape.L, shape.rows, shape.N, shape.C, shape.load).find(filter) == std::string::npos) continue;
+    is_sweep ? sweep(shape, dense) : measure(shape, dense);
+  }
+  const double after = anchor.tflops();
+  fmt::print("dense E4M3 8192^3, cuBLASLt, afterwards: {:.1f} TFLOP/s\n", after);
+  fmt::print(g_out,
+             "{{\"op\":\"dense_fp8\",\"case\":\"cuBLASLt E4M3 8192^3, fast accumulation, before and after: {:.1f}\",\"variant\":\"burst\",\"metric\":\"rate\","
+             "\"unit\":\"TFLOP/s\",\"value\":{:.1f},\"spread\":{:.1f},\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,"
+             "\"p50\":{:.1f},\"p99\":null,\"iterations\":50}}\n",
+             after, dense, std::abs(after - dense), dense);
+  std::fclose(g_out);
+  return g_all_match ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace waybill::cuda
+
+int main(int argc, char** argv) {
+  try {
+    return waybill::cuda::main_checked(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_cuda_fp8: %s\n", error.what());
+    return 2;
+  }
+}

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compile-time sizes and shared memory of an 8-bit grouped matmul CTA.
+#pragma once
+
+#include "ops/gemm/cuda/fp8_params.h"
+#include "ops/gemm/cuda/grouped_config.cuh"
+
+namespace waybill::cuda {
+
+template <GemmForm kForm_, GemmOutput kOutput_, Fp8Types kTypes_, int kBlockN_, int kStages_, int kCluster_, int kBuffers_>
+struct Fp8Config {
+  static constexpr GemmForm kForm = kForm_;
+  static constexpr GemmOutput kOutput = kOutput_;
+  static constexpr Fp8Types kTypes = kTypes_;
+  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
+  static constexpr int kBytesA = gemm_limits::kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
+  static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps, kScaleWarps = 2;
+  static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN);
+  // Columns of a matrix instruction. With 128 the accumulators of 256 columns and the products of 128 fill the registers, with nothing left for
+  // the scales of columns that kTN needs.
+  static constexpr int kPartN = kBlockN == 192 ? 96 : 128, kParts = kBlockN / kPartN;
+  static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
+  // Registers a thread after launch; walking groups by blocks takes more.
+  static constexpr int kProducerRegisters = kForm == GemmForm::kTN ? 56 : 40, kMathRegisters = kForm == GemmForm::kTN ? 224 : 232;
+  using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN>;
+};
+
+template <class C>
+struct Fp8Shared {
+  std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
+  std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
+  alignas(16) float scales[C::kStages][C::kScaleFloats];  // of A's rows, then of B
+  std::uint64_t full[C::kStages], empty[C::kStages];
+  std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
+  Unit units[kUnitSlots];
+  std::uint32_t ticket[2];
+  int came_second[2];
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an 8-bit grouped matmul kernel gets from the host. D = sum over k blocks of 128 of (scale_a scale_b) * (A_block B_block^T):
+//   kNT  A [rows, k] with scales [rows, k blocks], B [groups, n, k] with scales a 128 x 128 tile            D [rows, n]
+//   kTN  A [blocks, m, 128] with scales [blocks, m], B [blocks, n, 128] with scales [blocks, n]              D [groups, m, n]
+// In kTN a block is 128 rows of one group, as quantize() turns them, the last one of a group filled with zeros; blocks start anew at each group.
+#pragma once
+
+#include "ops/gemm/cuda/grouped_params.h"
+
+namespace waybill::cuda {
+
+// Element formats of A and B.
+enum class Fp8Types : int { kE4M3 = 0, kE5M2E4M3 = 1, kE4M3E5M2 = 2 };
+
+struct Fp8Params : GroupedParams {
+  const float *a_scales, *b_scales;
+  std::int64_t a_scale_stride;                            // kNT: of a row; kTN: of a block
+  std::int64_t b_scale_group, b_scale_column, b_scale_k;  // kNT: floats from one group, 128 columns of D, k block to the next
+  std::int64_t b_scale_stride;                            // kTN: of a block
+  int b_blocks;                                           // kNT: 0, or B is [groups * b_blocks, n, 128], k blocks apart
+  bool takes_turns;                                       // of the warpgroups: see fp8_sm90.cuh
+  int max_blocks;                                         // kTN: blocks of A and B
+};
+
+namespace fp8_limits {
+inline constexpr int kBlockK = 128;
+inline constexpr int kScalesA = gemm_limits::kBlockM;
+constexpr int scale_floats(GemmForm form, int block_n) { return kScalesA + (form == GemmForm::kTN ? block_n : 4); }
+// A stage holds as many bytes as one of 16-bit elements of half the depth.
+constexpr int shared_bytes(GemmForm form, const GemmTile& tile) {
+  return gemm_limits::shared_bytes(tile) - gemm_limits::kControlBytes + tile.stages * scale_floats(form, tile.block_n) * 4 + 512;
+}
+}  // namespace fp8_limits
+
+struct Fp8Kernel {
+  GemmForm form;
+  GemmOutput output;
+  Fp8Types types;
+  GemmTile tile;
+  void (*kernel)(const Fp8Params);
+};
+
+}  // namespace waybill::cuda

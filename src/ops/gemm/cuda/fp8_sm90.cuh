@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped matmul for sm_90a, E4M3 and E5M2 operands under a scale each 128 k; the forms are in fp8_params.h.
+//
+// Grid, units, clusters and the result's way to memory are those of grouped_sm90.cuh. What differs:
+//   k blocks of 128 codes, the same 128 bytes of a row; both operands lie k-adjacent, which is all that 8-bit matrix instructions take
+//   warps 2, 3   copy scales beside each k block into its stage; their 64 threads count on the stage's barrier as the copy engine does
+//   warps 4-11   a k block's products are summed by the tensor cores alone (which keep about 14 bits), 128 columns at a time, and then added
+//                in fp32 under their scales. While one warpgroup adds, the tensor cores work for the other.
+// Bytes: every tile reads (128 + kBlockN) x k codes, mostly from the L2, and writes D once.
+#pragma once
+
+#include "core/cuda/wgmma.cuh"
+#include "ops/gemm/cuda/fp8_producer.cuh"
+#include "ops/gemm/cuda/grouped_sm90.cuh"
+
+namespace waybill::cuda {
+
+// What a thread keeps over a k block's scales: those of its two rows.
+struct RowScales {
+  float low, high;
+};
+
+// acc += part under scales. b: of all columns, one a 128 x 128 tile (kNT) or one a column (kTN).
+template <class C>
+__device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const float (&part)[C::kPartN / 2], int index, const RowScales& a, const float* b,
+                                        int lane) {
+  if constexpr (C::kForm == GemmForm::kNT) {
+    const float low = a.low * b[index], high = a.high * b[index];
+#pragma unroll
+    for (int j = 0; j < C::kPartN / 2; j += 4) {
+      float* to = acc + C::kPartN / 2 * index + j;
+      to[0] = fmaf(part[j], low, to[0]), to[1] = fmaf(part[j + 1], low, to[1]);
+      to[2] = fmaf(part[j + 2], high, to[2]), to[3] = fmaf(part[j + 3], high, to[3]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < C::kPartN / 2; j += 4) {
+      float* to = acc + C::kPartN / 2 * index + j;
+      const float2 column = *reinterpret_cast<const float2*>(b + C::kPartN * index + 2 * j + 2 * (lane % 4));
+      to[0] = fmaf(part[j] * column.x, a.low, to[0]), to[1] = fmaf(part[j + 1] * column.y, a.low, to[1]);
+      to[2] = fmaf(part[j + 2] * column.x, a.high, to[2]), to[3] = fmaf(part[j + 3] * column.y, a.high, to[3]);
+      if (j % 16 == 12) asm volatile("" ::: "memory");  // or all columns' scales are loaded at once: spills
+    }
+  }
+}
+
+// The two warpgroups take turns: one issues its matrix instructions when those of the other are half done. Left alone they would fall into
+// step, issue and add together, and the tensor cores would rest while both add.
+struct Turns {
+  static constexpr int kFirst = 3;  // named barriers: kFirst + w lets warpgroup w go on
+};
+
+template <class C>
+__device__ __forceinline__ void multiply_block(float (&acc)[C::kBlockN / 2], const Fp8Shared<C>& shared, int slot, const MathThread& t, bool takes_turns,
+                                               bool is_first, bool is_last) {
+  const std::uint32_t stage = t.stages_address + static_cast<std::uint32_t>(slot * (C::kBytesA + C::kBytesB));
+  const std::uint64_t a = tile_descriptor<true>(stage + static_cast<std::uint32_t>(t.warpgroup * gemm_limits::kHalfBytes));
+  const std::uint64_t b = tile_descriptor<true>(stage + C::kBytesA);
+  const int thread = ptx::thread_index() % 128, lane = thread % 32, row = 64 * t.warpgroup + 16 * (thread / 32) + lane / 4;
+  const float* scales = shared.scales[slot];
+  const RowScales rows{scales[row], scales[row + 8]};
+#pragma unroll
+  for (int index = 0; index < C::kParts; ++index) {
+    float part[C::kPartN / 2];
+    if (takes_turns && (t.warpgroup == 1 || index > 0 || !is_first)) ptx::named_barrier(Turns::kFirst + t.warpgroup, 256);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {  // of 32 codes
+      ptx::WgmmaFp8<C::kPartN, static_cast<int>(C::kTypes)>::mma(part, a + step * 2, b + index * (C::kPartN * fp8_limits::kBlockK >> 4) + step * 2,
+                                                                 step != 0 ? 1 : 0);
+      if (step % 2 == 1) ptx::wgmma_commit();
+    }
+    ptx::wgmma_wait<1>();
+    if (takes_turns && (t.warpgroup == 0 || index < C::kParts - 1 || !is_last)) ptx::named_barrier_arrive(Turns::kFirst + 1 - t.warpgroup, 256);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_keep(part);
+    promote<C>(acc, part, index, rows, scales + fp8_limits::kScalesA, lane);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<C>& shared, const Unit& u, Ring<C::kStages>& stages, const MathThread& t) {
+  int num_blocks = uniform(u.num_blocks);
+  const auto hand_on = [&](int slot) {
+    if (t.peer_empty != 0) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
+  };
+  const auto first_element = [&](int row) {
+    return ((C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m : 0) + u.m0 + row) * static_cast<std::int64_t>(p.n) + u.n0;
+  };
+  if (const int valid = min(uniform(u.m_valid) - 64 * t.warpgroup, 64), columns = p.n - uniform(u.n0); valid <= 0 || columns <= 0) {
+    for (; num_blocks > 0; --num_blocks) {
+      ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
+      __syncwarp();
+      hand_on(stages.slot);
+      stages.advance();
+    }
+    return;
+  }
+  if (C::kForm == GemmForm::kTN && num_blocks == 0) {
+    if (C::kOutput != GemmOutput::kAddF32) {
+      const int valid = min(uniform(u.m_valid) - 64 * t.warpgroup, 64), columns = p.n - uniform(u.n0);
+      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, ptx::thread_index() % 128, valid, columns);
+    }
+    return;
+  }
+  float acc[C::kBlockN / 2];
+#pragma unroll
+  for (float& value : acc) value = 0.0f;
+  const bool takes_turns = p.takes_turns && uniform(u.m_valid) > 64;
+  bool is_first = true;
+#pragma unroll 1
+  for (; num_blocks > 0; --num_blocks) {
+    ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
+    multiply_block<C>(acc, shared, stages.slot, t, takes_turns, is_first, num_blocks == 1);
+    is_first = false;
+    __syncwarp();
+    hand_on(stages.slot);
+    stages.advance();
+  }
+  if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.warpgroup, ptx::thread_index() % 128, &shared.came_second[t.warpgroup])) {
+    return;
+  }
+  // Found again, as `u` is: over the loop above every register counts.
+  const int thread = ptx::thread_index() % 128, warp = 4 * t.warpgroup + uniform(thread / 32), warp_row = 16 * warp, lane = thread % 32;
+  const int columns = p.n - uniform(u.n0);
+  if (C::kForm == GemmForm::kNT && p.bias != nullptr) {
+    add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns, lane % 4, true, true);
+  }
+  const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns, lane, first_element(warp_row)};
+  store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
+}
+
+template <class C>
+__device__ void multiply_fp8(const Fp8Params& p, Fp8Shared<C>& shared) {
+  MathThread t;
+  t.warpgroup = uniform(static_cast<int>(threadIdx.x) / 128) - 1;
+  t.stages_address = ptx::smem_address(shared.stages);
+  const std::uint32_t lane = threadIdx.x % 32;
+  t.peer_empty = lane < C::kCluster ? ptx::map_shared(shared.empty, lane) : 0;
+  unsigned num_units = 0;
+  Ring<C::kStages> stages;
+  for (;;) {
+    ptx::mbarrier_wait(&shared.unit_full[num_units % kUnitSlots], num_units / kUnitSlots & 1);
+    const Unit& u = shared.units[num_units % kUnitSlots];
+    if (uniform(u.num_blocks) < 0) break;
+    multiply_unit_fp8<C>(p, shared, u, stages, t);
+    __syncwarp();
+    if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(&shared.unit_empty[num_units % kUnitSlots]);
+    ++num_units;
+  }
+  if (C::kBuffers > 1 && ptx::thread_index() % 32 == 0) ptx::bulk_wait_read<0>();  // shared memory stays until it is read
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) grouped_fp8_sm90(const __grid_constant__ Fp8Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
+  Fp8Shared<C>& shared = *reinterpret_cast<Fp8Shared<C>*>(shared_bytes);
+  static_assert(sizeof(Fp8Shared<C>) <= 227 * 1024 &&
+                sizeof(Fp8Shared<C>) <= fp8_limits::shared_bytes(C::kForm, {C::kBlockN, C::kStages, C::kCluster, C::kBuffers}));
+  const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b), ptx::prefetch_tensor_map(&p.d);
+    for (int i = 0; i < C::kStages; ++i)
+      ptx::mbarrier_init(&shared.full[i], 1 + 32 * C::kScaleWarps), ptx::mbarrier_init(&shared.empty[i], C::kCluster * C::kMathWarps);
+    for (int i = 0; i < kUnitSlots; ++i)
+      ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + C::kScaleWarps + C::kMathWarps);
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
+    ptx::mbarrier_init(&shared.unit_wanted, 1);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (C::kCluster == 2) ptx::cluster_arrive(), ptx::cluster_wait();
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+  if (uniform(static_cast<int>(threadIdx.x) / 128) == 0) {
+    ptx::register_limit_lower<C::kProducerRegisters>();
+    if (threadIdx.x == 0) copy_codes<C>(p, shared, rank);
+    if (threadIdx.x / 32 == 1) draw_units<C, typename C::Walker>(p, shared, rank);
+    if (threadIdx.x >= 64) copy_scales<C>(p, shared);
+  } else {
+    ptx::register_limit_raise<C::kMathRegisters>();
+    multiply_fp8<C>(p, shared);
+  }
+  // A CTA stays until its peer no longer writes to it.
+  if constexpr (C::kCluster == 2) {
+    __syncwarp();
+    ptx::cluster_arrive(), ptx::cluster_wait();
+  }
+#endif
+}
+
+}  // namespace waybill::cuda
