@@ -55,7 +55,8 @@ void check_memory(const RunConfig& config, int ranks_here) {
   const std::int64_t sequences = config.train.global_batch / (config.train.micro_batches * config.parallel.W());
   plan.tokens_per_rank = sequences * config.model.seq_len;
   const MemoryEstimate rank = memory_per_rank(architecture_of(config.model), plan);
-  const double tokens = static_cast<double>(config.train.global_batch / config.parallel.W()) * static_cast<double>(config.model.seq_len + 1) * 4;
+  const std::int64_t step_sequences = config.train.global_batch / config.parallel.W();
+  const double tokens = static_cast<double>(step_sequences) * static_cast<double>(config.model.seq_len + 1) * 4;
   const double state = (rank.weights + rank.gradients + rank.optimizer) * ranks_here;
   const double batch = (rank.activations + rank.receive_window + rank.operands + rank.logits + tokens) * ranks_here;
   const double present = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
