@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/capacity.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -8,7 +9,8 @@
 namespace waybill::moe {
 
 std::int64_t expert_capacity(double factor, std::int64_t T, std::int64_t K, std::int64_t E) {
-  return static_cast<std::int64_t>(std::ceil(factor * static_cast<double>(T) * static_cast<double>(K) / static_cast<double>(E)));
+  const double routes = static_cast<double>(T) * static_cast<double>(K);
+  return static_cast<std::int64_t>(std::min(std::ceil(factor * routes / static_cast<double>(E)), routes));
 }
 
 std::int64_t drop_over_capacity(const RouteView& route, std::int64_t capacity, Route& kept) {

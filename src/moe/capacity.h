@@ -6,7 +6,7 @@
 
 namespace waybill::moe {
 
-// ceil(factor * T * K / E): routes an expert takes from a rank that brings T tokens.
+// ceil(factor * T * K / E), at most all T * K: routes an expert takes from a rank that brings T tokens.
 std::int64_t expert_capacity(double factor, std::int64_t T, std::int64_t K, std::int64_t E);
 
 // kept = route without the routes beyond capacity: those become id -1, weight 0; the other weights stay. First choices go before

@@ -179,7 +179,7 @@ TEST(MoeCapacity, LargeCapacityIsDroplessAndPaddingToItChangesNothing) {
   EXPECT_EQ(large.dropped, 0);
   EXPECT_TRUE(same_bits(large.out, dropless.out));
   EXPECT_TRUE(same_bits(large.gradients, dropless.gradients));
-  for (const double factor : {0.7, 1.0, 8.0}) {
+  for (const double factor : {0.7, 1.0, 8.0, 1e300}) {
     SCOPED_TRACE(factor);
     c.capacity_factor = factor;
     c.pad_to_capacity = false;
