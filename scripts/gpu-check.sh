@@ -56,7 +56,7 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ]; then  # torch's, where the loader finds n
   [ -n "${WAYBILL_NCCL_LIBRARY:-}" ] || unset WAYBILL_NCCL_LIBRARY
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm bench_cuda_router bench_cuda_exchange bench_cuda_gemm; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ]; then
@@ -67,7 +67,7 @@ for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nc
 done
 if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.ShortRows*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
-  small_gemm='GroupedGemmCuda.NoRows*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
+  small_gemm='GroupedGemmCuda.NoRows*:ActivationCuda.*:GroupedGemmActivationApiCuda.*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2:CudaLocalFabric.W*:CudaLocalFabric.ADevice*'
   small_exchange='Ranks/ExchangeCuda.*/1:Ranks/ExchangeCuda.*/4:ExchangeHardRoutesCuda.Bad*:ExchangeHardRoutesCuda.ADup*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeScalesCuda.*'
   if command -v compute-sanitizer >/dev/null; then
@@ -94,6 +94,9 @@ if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
 fi
 start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
 collect
+start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl"
+collect
+[ ! -s "$work/activation.jsonl" ] || cat "$work/activation.jsonl" >>"$work/gemm.jsonl"
 peers=
 if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
 grouped=

@@ -18,21 +18,18 @@
 #include <string>
 #include <vector>
 
-#include "bench/cuda/gemm_dense.h"
+#include "bench/cuda/gemm_anchor.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
 #include "cuda/gemm_reference.h"
-#include "cuda/gemm_spin.h"
 #include "ops/gemm/cuda/grouped_run.h"
 #include "waybill/workload.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr double kBytesPerUs = 4.29e6;  // docs/perf/router.md says where the figure comes from
-constexpr double kTargetDense = 803;    // targets belong to a run whose dense product reaches this; they are scaled to this run's
-constexpr std::int64_t kDense = 8192;
+constexpr double kTargetDense = 803;  // targets belong to a run whose dense product reaches this; they are scaled to this run's
 
 struct Shape {
   std::int64_t L, rows, N, C;  // rows: mean of a group
@@ -63,28 +60,6 @@ std::vector<std::int64_t> counts_of(const Shape& s) {
   for (std::size_t i = 0; i < share.size(); ++i) given += counts[i] = static_cast<std::int64_t>(share[i] / sum * static_cast<double>(total));
   for (std::size_t i = 0; given < total; i = (i + 1) % counts.size()) ++counts[i], ++given;
   return counts;
-}
-
-struct Spread {
-  double us = 0, spread = 0;
-};
-
-template <class Body>
-Spread time_burst(const CudaStream& stream, int repetitions, int calls, double spin_ms, const Body& body) {
-  const CudaEvent begin, end;
-  body();
-  stream.synchronize();
-  std::vector<double> us;
-  for (int r = 0; r < repetitions; ++r) {
-    spin(spin_ms, stream);
-    begin.record(stream);
-    for (int i = 0; i < calls; ++i) body();
-    end.record(stream);
-    end.synchronize();
-    us.push_back(static_cast<double>(end.elapsed_us_since(begin)) / calls);
-  }
-  std::sort(us.begin(), us.end());
-  return {us[us.size() / 2], us.back() - us.front()};
 }
 
 enum Op : int { kForward = 0, kGather, kDgrad, kStore, kStoreGatherA, kStoreGatherB, kStoreF32, kAccumulate, kNumOps };
@@ -168,24 +143,6 @@ class Bench {
   DeviceBuffer a_, w_, dy_, d_, offsets_, list_;
 };
 
-class Anchor {
- public:
-  Anchor() : gemm_(kDense, kDense, kDense), a_(kBytes), b_(kBytes), c_(kBytes) {
-    fill_normal(a_.data(), DType::kBF16, kBytes / 2, 11, 1.0f, nullptr), fill_normal(b_.data(), DType::kBF16, kBytes / 2, 12, 1.0f, nullptr);
-    WB_TRY_CUDA(cudaDeviceSynchronize());
-  }
-  double tflops() {
-    const Spread t = time_burst(stream_, 5, 10, 15, [&] { gemm_.run(a_.data(), b_.data(), c_.data(), stream_); });
-    return 2.0 * static_cast<double>(kDense * kDense * kDense) / t.us * 1e-6;
-  }
-
- private:
-  static constexpr std::size_t kBytes = static_cast<std::size_t>(kDense * kDense) * 2;
-  DenseGemm gemm_;
-  CudaStream stream_;
-  DeviceBuffer a_, b_, c_;
-};
-
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
 
@@ -211,7 +168,7 @@ int num_sms() {
 
 // What the command line says in place of the policy.
 struct Override {
-  GemmTile tile{0, 0, 0, 0, 1};
+  GemmTile tile{0, 0, 0, 0};
   int band = 0, slices = -1;
   GemmTuning apply(GemmTuning tuning) const {
     if (tile.block_n > 0) tuning.tile = tile;

@@ -63,6 +63,18 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return r;
 }
 
+// --- minimum and maximum that pass NaN on (sm_80) ---
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // --- global loads and stores that are used once ---
 __device__ __forceinline__ uint4 ld_stream_v4(const void* p) {
   uint4 r;

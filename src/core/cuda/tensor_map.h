@@ -14,5 +14,8 @@ namespace waybill::cuda {
 // shared memory in the 128-byte swizzle; elements outside the tensor arrive as 0 and are not stored.
 // data must be aligned to 16 bytes and rows be a multiple of 16 bytes: kInvalidArgument naming `name` otherwise.
 CUtensorMap make_tensor_map(const char* name, DType dtype, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns, int box_rows);
+// The same with rows and planes at any distance, in elements (multiples of 16 bytes): planes may be blocks of columns side by side.
+CUtensorMap make_strided_tensor_map(const char* name, DType dtype, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns,
+                                    std::int64_t row_stride, std::int64_t plane_stride, int box_rows);
 
 }  // namespace waybill::cuda

@@ -6,18 +6,32 @@
 
 #include "ops/activation/activation_kernels.h"
 #include "ops/activation/activation_ref.h"
+#include "ops/activation/device_backend.h"
 
 namespace waybill {
 namespace {
 
-void check_matrix(const char* name, const TensorView& view, std::int64_t rows, std::int64_t columns) {
+void check_matrix(const char* name, const TensorView& view, std::int64_t rows, std::int64_t columns, Device device) {
   WB_CHECK(view.rank == 2 && view.shape[0] == rows && view.shape[1] == columns, "activation: {} must be [{}, {}], got {}", name, rows, columns,
            view.describe());
   WB_CHECK(view.dtype == DType::kF32 || view.dtype == DType::kBF16, "activation: {} must be f32 or bf16, got {}", name, view.describe());
-  WB_CHECK(view.device.type == DeviceType::kCpu, "activation: {} is not on the cpu: {}", name, view.describe());
+  WB_CHECK(view.device == device, "activation: {} is not on {}: {}", name, device.type == DeviceType::kCpu ? "the cpu" : to_string(device), view.describe());
   WB_CHECK(columns <= 1 || view.stride[1] == 1, "activation: the columns of {} must be adjacent, got stride {}", name, view.stride[1]);
   WB_CHECK(rows <= 1 || view.stride[0] >= columns, "activation: row stride {} of {} is less than its {} columns", view.stride[0], name, columns);
   WB_CHECK(view.data != nullptr || view.size() == 0, "activation: {} has no memory: {}", name, view.describe());
+}
+
+const detail::ActivationDeviceBackend& device_backend(const Stream& stream) {
+  if (detail::g_activation_device_backend == nullptr) {
+    WB_FAIL(ErrorCode::kUnsupported, "activation: the tensors are on {}, but no CUDA backend is linked", to_string(stream.device));
+  }
+  return *detail::g_activation_device_backend;
+}
+
+std::int64_t existing_rows(std::int64_t rows, const std::int32_t* num_rows) {
+  if (num_rows == nullptr) return rows;
+  WB_CHECK(*num_rows >= 0 && *num_rows <= rows, "activation: *num_rows must be in [0, {}], got {}", rows, *num_rows);
+  return *num_rows;
 }
 
 void check_config(const ActivationConfig& config) {
@@ -109,29 +123,40 @@ float backward_row(const ActivationConfig& config, const detail::ActivationKerne
 
 std::int64_t activation_input_width(const ActivationConfig& config, std::int64_t F) { return config.kind == Activation::kReluSquared ? F : 2 * F; }
 
-void activation_forward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& a, Stream stream) {
+namespace detail {
+
+const ActivationDeviceBackend* g_activation_device_backend = nullptr;
+
+}  // namespace detail
+
+void activation_forward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& a, Stream stream,
+                        const std::int32_t* num_rows) {
   check_config(config);
   WB_CHECK(a.rank == 2, "activation: a must be [S, F], got {}", a.describe());
-  check_matrix("a", a, a.shape[0], a.shape[1]);
-  check_matrix("h", h, a.shape[0], activation_input_width(config, a.shape[1]));
+  check_matrix("a", a, a.shape[0], a.shape[1], stream.device);
+  check_matrix("h", h, a.shape[0], activation_input_width(config, a.shape[1]), stream.device);
+  if (stream.device.type != DeviceType::kCpu) return device_backend(stream).forward({config, h, a, weight, num_rows, stream, {}, nullptr});
+  const std::int64_t rows = existing_rows(a.shape[0], num_rows);
   const detail::ActivationKernels* kernels = detail::selected_activation_kernels();
-  if (kernels == nullptr) return activation_forward_ref(config, h, weight, a);
-  parallel_for(stream.pool, a.shape[0], rows_per_task(a.shape[1]), [&](std::int64_t begin, std::int64_t end) {
+  if (kernels == nullptr) return activation_forward_ref(config, h.rows(0, rows), weight, a.rows(0, rows));
+  parallel_for(stream.pool, rows, rows_per_task(a.shape[1]), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t s = begin; s < end; ++s) forward_row(config, *kernels, h, weight == nullptr ? 1.0f : weight[s], a, s);
   });
 }
 
 void activation_backward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& da, const TensorView& dh, float* d_weight,
-                         Stream stream) {
+                         Stream stream, const std::int32_t* num_rows) {
   check_config(config);
   WB_CHECK(da.rank == 2, "activation: da must be [S, F], got {}", da.describe());
-  check_matrix("da", da, da.shape[0], da.shape[1]);
+  check_matrix("da", da, da.shape[0], da.shape[1], stream.device);
   const std::int64_t width = activation_input_width(config, da.shape[1]);
-  check_matrix("h", h, da.shape[0], width);
-  check_matrix("dh", dh, da.shape[0], width);
+  check_matrix("h", h, da.shape[0], width, stream.device);
+  check_matrix("dh", dh, da.shape[0], width, stream.device);
+  if (stream.device.type != DeviceType::kCpu) return device_backend(stream).backward({config, h, da, weight, num_rows, stream, dh, d_weight});
+  const std::int64_t rows = existing_rows(da.shape[0], num_rows);
   const detail::ActivationKernels* kernels = detail::selected_activation_kernels();
-  if (kernels == nullptr) return activation_backward_ref(config, h, weight, da, dh, d_weight);
-  parallel_for(stream.pool, da.shape[0], rows_per_task(da.shape[1]), [&](std::int64_t begin, std::int64_t end) {
+  if (kernels == nullptr) return activation_backward_ref(config, h.rows(0, rows), weight, da.rows(0, rows), dh.rows(0, rows), d_weight);
+  parallel_for(stream.pool, rows, rows_per_task(da.shape[1]), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t s = begin; s < end; ++s) {
       const float sum = backward_row(config, *kernels, h, weight == nullptr ? 1.0f : weight[s], da, dh, s);
       if (d_weight != nullptr) d_weight[s] = sum;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "ops/gemm/grouped_gemm_checks.h"
+#include "waybill/grouped_gemm_activation.h"
 
 namespace waybill::detail {
 
@@ -26,6 +27,9 @@ struct GemmDeviceBackend {
   GemmDeviceOp<GroupedGemmArgs> forward;
   GemmDeviceOp<GroupedGemmDgradArgs> dgrad;
   GemmDeviceOp<GroupedGemmWgradArgs> wgrad;
+  // Fused with the activation; refuse() also says where the two calls are faster.
+  GemmDeviceOp<GroupedGemmActivationArgs> activation;
+  GemmDeviceOp<GroupedGemmActivationBackwardArgs> activation_backward;
 };
 extern const GemmDeviceBackend* g_gemm_device_backend;
 

@@ -5,6 +5,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
+#include "ops/gemm/cuda/gemm_activation.h"
 #include "ops/gemm/cuda/gemm_portable.h"
 #include "ops/gemm/cuda/grouped_run.h"
 #include "ops/gemm/device_backend.h"
@@ -145,7 +146,11 @@ void run_wgrad(const Wgrad& call, bool use_portable) {
   check_launch("bias_grad");
 }
 
-constexpr detail::GemmDeviceBackend kBackend = {{refuse<Forward>, run<Forward>}, {refuse<Dgrad>, run<Dgrad>}, {refuse<Wgrad>, run_wgrad}};
+constexpr detail::GemmDeviceBackend kBackend = {{refuse<Forward>, run<Forward>},
+                                                {refuse<Dgrad>, run<Dgrad>},
+                                                {refuse<Wgrad>, run_wgrad},
+                                                {refuse_activation, run_activation},
+                                                {refuse_activation_backward, run_activation_backward}};
 
 }  // namespace
 

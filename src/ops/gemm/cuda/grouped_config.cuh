@@ -8,16 +8,18 @@
 
 namespace waybill::cuda {
 
-template <GemmForm kForm_, GemmOutput kOutput_, int kBlockN_, int kStages_, int kCluster_, int kBuffers_, int kCtas_>
+template <GemmForm kForm_, GemmOutput kOutput_, int kBlockN_, int kStages_, int kCluster_, int kBuffers_, GemmEpilogue kEpilogue_ = GemmEpilogue::kPlain>
 struct GroupedConfig {
   static constexpr GemmForm kForm = kForm_;
   static constexpr GemmOutput kOutput = kOutput_;
-  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_, kCtas = kCtas_;
-  static constexpr bool kMajorA = kForm != GemmForm::kTN, kMajorB = kForm == GemmForm::kNT;  // K-major
+  static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
+  static constexpr GemmEpilogue kEpilogue = kEpilogue_;
+  static constexpr int kPairs = kEpilogue == GemmEpilogue::kActivationGradient ? kBuffers / 2 : 1;  // of buffers for the pre-activation, a warp
+  static constexpr bool kMajorA = kForm != GemmForm::kTN, kMajorB = kForm == GemmForm::kNT;         // K-major
   static constexpr int kBytesA = gemm_limits::kBlockM * gemm_limits::kBlockBytes, kBytesB = kBlockN * gemm_limits::kBlockBytes;
   static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps;
-  // Registers a thread after launch; the pool of a CTA is what its 384 threads start with.
-  static constexpr int kProducerRegisters = 56, kMathRegisters = 224;
+  static constexpr int kProducerRegisters = 56, kMathRegisters = 224;  // a thread; together what the threads start with
+  static_assert(kEpilogue == GemmEpilogue::kPlain || (kForm != GemmForm::kTN && kOutput == GemmOutput::kBf16));
   static_assert(kBlockN % 64 == 0 && (kCluster == 1 || kCluster == 2));
 };
 
@@ -28,7 +30,7 @@ template <class C>
 struct GroupedShared {
   std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
   std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
-  std::uint64_t full[C::kStages], empty[C::kStages];
+  std::uint64_t full[C::kStages], empty[C::kStages], h_full[C::kMathWarps][C::kPairs];
   std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];

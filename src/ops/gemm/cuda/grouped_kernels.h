@@ -17,5 +17,9 @@ std::span<const GemmKernel> grouped_kernels_nn_add();
 std::span<const GemmKernel> grouped_kernels_tn_bf16();
 std::span<const GemmKernel> grouped_kernels_tn_f32();
 std::span<const GemmKernel> grouped_kernels_tn_add();
+std::span<const GemmKernel> grouped_kernels_nt_activation();
+std::span<const GemmKernel> grouped_kernels_nn_activation();
+std::span<const GemmKernel> grouped_kernels_nt_gradient();
+std::span<const GemmKernel> grouped_kernels_nn_gradient();
 
 }  // namespace waybill::cuda

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/cuda/activation_kind.h"
 #include "waybill/status.h"
 
 namespace waybill::cuda {
@@ -17,16 +18,18 @@ namespace waybill::cuda {
 enum class GemmForm : int { kNT = 0, kNN = 1, kTN = 2 };
 enum class GemmOutput : int { kBf16 = 0, kF32 = 1, kAddF32 = 2 };
 
+// What happens between the sums and D; the two with an activation are described in grouped_activation.cuh.
+enum class GemmEpilogue : int { kPlain = 0, kActivation = 1, kActivationGradient = 2 };
+
 // One compiled kernel: output tiles of 128 x block_n, k blocks of 64, `stages` of them in shared memory, clusters of 1 or 2 CTAs. buffers: of 2 KiB
 // that a math warp has for its part of the result; the copy engine stores from them, while the next tile is computed where there are 2 or more.
-// ctas: that share an SM; 2 of them hide each other's way from registers to memory.
 struct GemmTile {
-  int block_n = 256, stages = 4, cluster = 2, buffers = 2, ctas = 1;
+  int block_n = 256, stages = 4, cluster = 2, buffers = 2;
   friend bool operator==(const GemmTile&, const GemmTile&) = default;
 };
 
 struct GroupedParams {
-  CUtensorMap a, b, d;
+  CUtensorMap a, b, d, h;       // h: the pre-activation, [rows, planes of n / planes columns]; with an activation only
   const std::int32_t* offsets;  // [groups + 1]
   int groups;
   int rows;     // of the ragged tensors; offsets beyond them are cut and reported
@@ -39,6 +42,11 @@ struct GroupedParams {
   int a_rows, b_rows;
   void* d_data;
   const float* bias;  // [groups, n] or null; kNT, kNN
+  ActivationKind act_kind;
+  float act_limit, act_alpha;
+  void* h_data;             // kActivation: null where the pre-activation is not wanted
+  const float* row_weight;  // [rows] or null
+  float* weight_parts;      // kActivationGradient: [rows, ceil(n / 64)] or null
   // kTN: a group of 1.5 q k blocks or more is cut into slices of 0.75 q to 1.5 q, whose fp32 partial tiles meet in `partials`. q is the work
   // of all groups over (clusters * slices_per_cluster), at least min_slice_blocks.
   int slices_per_cluster, min_slice_blocks;
@@ -69,6 +77,7 @@ constexpr int max_split_units(int num_clusters, int slices_per_cluster) { return
 struct GemmKernel {
   GemmForm form;
   GemmOutput output;
+  GemmEpilogue epilogue;
   GemmTile tile;
   void (*kernel)(const GroupedParams);
 };

@@ -83,26 +83,39 @@ __device__ __forceinline__ void load_a(const GroupedParams& p, const Unit& u, st
   }
 }
 
+// The first column of B for 64-column chunk `chunk` of a tile. With a gated activation the first half of a tile is gate columns, the second the up
+// columns of the same numbers, n / 2 further on.
+template <class C>
+__device__ __forceinline__ int chunk_column(const GroupedParams& p, const Unit& u, int chunk) {
+  if constexpr (C::kEpilogue == GemmEpilogue::kActivation) {
+    constexpr int kHalf = C::kBlockN / 128;
+    if (is_gated(p.act_kind)) return u.n0 / 2 + (chunk < kHalf ? chunk * 64 : p.n / 2 + (chunk - kHalf) * 64);
+  }
+  return u.n0 + chunk * 64;
+}
+
 template <class C>
 __device__ __forceinline__ void load_b(const GroupedParams& p, const Unit& u, std::uint8_t* to, std::uint64_t* bar, int k, bool shared_b, int rank) {
   if constexpr (C::kMajorB) {
     constexpr int kRows = C::kBlockN / 2;
+    const int first = chunk_column<C>(p, u, 0), second = C::kEpilogue == GemmEpilogue::kActivation ? chunk_column<C>(p, u, kRows / 64) : first + kRows;
     if (shared_b) {
-      ptx::tensor_load_3d_multicast(to + rank * kRows * gemm_limits::kBlockBytes, &p.b, k, u.n0 + rank * kRows, u.group, bar, 3);
+      ptx::tensor_load_3d_multicast(to + rank * kRows * gemm_limits::kBlockBytes, &p.b, k, rank == 0 ? first : second, u.group, bar, 3);
     } else {
-      ptx::tensor_load_3d(to, &p.b, k, u.n0, u.group, bar);
-      ptx::tensor_load_3d(to + kRows * gemm_limits::kBlockBytes, &p.b, k, u.n0 + kRows, u.group, bar);
+      ptx::tensor_load_3d(to, &p.b, k, first, u.group, bar);
+      ptx::tensor_load_3d(to + kRows * gemm_limits::kBlockBytes, &p.b, k, second, u.group, bar);
     }
   } else {
     const int row = C::kForm == GemmForm::kTN ? u.k_row + k : k, group = C::kForm == GemmForm::kTN ? 0 : u.group;
 #pragma unroll
     for (int chunk = 0; chunk < C::kBlockN / 64; ++chunk) {
       std::uint8_t* at = to + chunk * gemm_limits::kHalfBytes;
+      const int column = chunk_column<C>(p, u, chunk);
       if (shared_b) {
-        ptx::tensor_load_3d_multicast(at + rank * (gemm_limits::kHalfBytes / 2), &p.b, u.n0 + chunk * 64, row + rank * 32, group, bar, 3);
+        ptx::tensor_load_3d_multicast(at + rank * (gemm_limits::kHalfBytes / 2), &p.b, column, row + rank * 32, group, bar, 3);
       } else {
-        ptx::tensor_load_3d(at, &p.b, u.n0 + chunk * 64, row, group, bar);
-        ptx::tensor_load_3d(at + gemm_limits::kHalfBytes / 2, &p.b, u.n0 + chunk * 64, row + 32, group, bar);
+        ptx::tensor_load_3d(at, &p.b, column, row, group, bar);
+        ptx::tensor_load_3d(at + gemm_limits::kHalfBytes / 2, &p.b, column, row + 32, group, bar);
       }
     }
   }

@@ -11,6 +11,7 @@
 #include "core/cuda/tensor_map.h"
 #include "ops/gemm/cuda/grouped_kernels.h"
 #include "ops/gemm/cuda/grouped_launch.h"
+#include "ops/gemm/cuda/grouped_weight_sum.h"
 
 namespace waybill::cuda {
 namespace {
@@ -22,12 +23,12 @@ constexpr std::int64_t kMaxExtent = std::numeric_limits<std::int32_t>::max() - 1
 
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-const GemmKernel& find_kernel(GemmForm form, GemmOutput output, const GemmTile& tile) {
-  for (const GemmKernel& kernel : grouped_kernels(form, output)) {
+const GemmKernel& find_kernel(GemmForm form, GemmOutput output, GemmEpilogue epilogue, const GemmTile& tile) {
+  for (const GemmKernel& kernel : grouped_kernels(form, output, epilogue)) {
     if (kernel.tile == tile) return kernel;
   }
-  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {}, {} buffers and {} CTAs an SM", tile.block_n,
-          tile.stages, tile.cluster, tile.buffers, tile.ctas);
+  WB_FAIL(ErrorCode::kUnsupported, "no grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n, tile.stages,
+          tile.cluster, tile.buffers);
 }
 
 GroupedLaunch launch_of(const GemmKernel& kernel) {
@@ -39,9 +40,33 @@ std::int64_t units_of_tiles(std::int64_t m_tiles, std::int64_t n_tiles, int clus
   return cluster == 1 ? m_tiles * n_tiles : m_tiles / 2 * n_tiles + m_tiles % 2 * div_up(n_tiles, 2);
 }
 
+// Maps and pointers of an activation; returns the floats of scratch that sums for d_weight take.
+std::size_t fill_activation(GroupedParams& params, const GroupedProblem& p) {
+  const GroupedActivation& act = p.activation;
+  const bool gated = is_gated(act.kind), is_forward = act.epilogue == GemmEpilogue::kActivation;
+  const std::int64_t F = is_forward && gated ? p.n / 2 : p.n, planes = gated ? 2 : 1;
+  const auto planes_of = [&](const char* name, const void* data) {
+    return make_strided_tensor_map(name, DType::kBF16, data, planes, p.rows, F, planes * F, F, gemm_limits::kBufferRows);
+  };
+  if (is_forward) {
+    params.d = make_tensor_map("the activation", DType::kBF16, p.d, 1, p.rows, F, gemm_limits::kBufferRows);
+  } else {
+    params.d = planes_of("the gradient of the pre-activation", p.d);
+  }
+  if (act.h != nullptr) params.h = planes_of("the pre-activation", act.h);
+  params.act_kind = act.kind, params.act_limit = act.limit, params.act_alpha = act.alpha, params.h_data = act.h, params.row_weight = act.row_weight;
+  return is_forward || act.d_weight == nullptr ? 0 : static_cast<std::size_t>(p.rows * div_up(F, 64));
+}
+
 }  // namespace
 
-std::span<const GemmKernel> grouped_kernels(GemmForm form, GemmOutput output) {
+std::span<const GemmKernel> grouped_kernels(GemmForm form, GemmOutput output, GemmEpilogue epilogue) {
+  if (epilogue != GemmEpilogue::kPlain) {
+    WB_CHECK(form != GemmForm::kTN && output == GemmOutput::kBf16, "activations belong to forms 0 and 1 with bf16 results, got form {} and output {}",
+             static_cast<int>(form), static_cast<int>(output));
+    if (epilogue == GemmEpilogue::kActivation) return form == GemmForm::kNT ? grouped_kernels_nt_activation() : grouped_kernels_nn_activation();
+    return form == GemmForm::kNT ? grouped_kernels_nt_gradient() : grouped_kernels_nn_gradient();
+  }
   using Table = std::span<const GemmKernel> (*)();
   static constexpr Table kTables[3][3] = {{grouped_kernels_nt_bf16, grouped_kernels_nt_f32, grouped_kernels_nt_add},
                                           {grouped_kernels_nn_bf16, grouped_kernels_nn_f32, grouped_kernels_nn_add},
@@ -64,6 +89,15 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
   for (const auto& [name, pointer] : {std::pair("a", p.a), std::pair("b", p.b), std::pair("d", static_cast<const void*>(p.d))}) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) return fmt::format("{} is not aligned to 16 bytes: {}", name, fmt::ptr(pointer));
   }
+  const GroupedActivation& act = p.activation;
+  if (act.epilogue != GemmEpilogue::kPlain) {
+    if (p.form == GemmForm::kTN || p.output != GemmOutput::kBf16) return "an activation needs a bf16 result of a row-ragged product";
+    if (act.epilogue == GemmEpilogue::kActivation && is_gated(act.kind) && p.n % 16 != 0)
+      return fmt::format("gate and up must be multiples of 8 wide, got {} together", p.n);
+    if (reinterpret_cast<std::uintptr_t>(act.h) % 16 != 0) return fmt::format("h is not aligned to 16 bytes: {}", fmt::ptr(act.h));
+    if (act.epilogue == GemmEpilogue::kActivationGradient && act.h == nullptr) return "the gradient needs the pre-activation";
+    if (act.epilogue == GemmEpilogue::kActivationGradient && p.bias != nullptr) return "the gradient takes no bias";
+  }
   if (p.bias != nullptr && reinterpret_cast<std::uintptr_t>(p.bias) % 8 != 0) return fmt::format("bias is not aligned to 8 bytes: {}", fmt::ptr(p.bias));
   // The gathering warps count in pieces of 16 bytes.
   const std::int64_t a_pieces = p.a_list != nullptr ? p.a_rows * contiguous_a / 8 : 0, b_pieces = p.b_list != nullptr ? p.b_rows * contiguous_b / 8 : 0;
@@ -75,15 +109,14 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
 }
 
 std::string describe(const GemmTuning& t) {
-  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers{}, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers,
-                     t.tile.ctas == 1 ? "" : fmt::format(", {} CTAs an SM", t.tile.ctas), t.band);
+  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers, t.band);
 }
 
 void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int device, cudaStream_t stream) {
   const GroupedProblem& p = problem;
   const bool is_tn = p.form == GemmForm::kTN;
   if (p.groups == 0 || p.n == 0 || (is_tn ? p.m == 0 : p.rows == 0)) return;
-  const GemmKernel& kernel = find_kernel(p.form, p.output, tuning.tile);
+  const GemmKernel& kernel = find_kernel(p.form, p.output, p.activation.epilogue, tuning.tile);
   const GroupedLaunch launch = launch_of(kernel);
   const int clusters = resident_clusters(launch, device);
   const std::int64_t n_tiles = div_up(p.n, tuning.tile.block_n);
@@ -98,6 +131,8 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
                                        : map("b", p.b, 1, p.b_list != nullptr ? p.b_rows : p.rows, p.n, kBlockK / 2);
   params.d = make_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
                              gemm_limits::kBufferRows);
+  std::size_t part_floats = 0;
+  if (p.activation.epilogue != GemmEpilogue::kPlain) part_floats = fill_activation(params, p);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
   params.band = tuning.band, params.a_list = p.a_list, params.a_data = p.a, params.a_rows = static_cast<int>(p.a_rows), params.d_data = p.d,
@@ -118,10 +153,18 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   } else {
     units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
   }
-  const GroupedScratch& scratch =
-      grouped_scratch(device, stream, split_units * static_cast<std::size_t>(tuning.tile.cluster), static_cast<std::size_t>(kBlockM * tuning.tile.block_n));
+  const std::size_t split_tiles = split_units * static_cast<std::size_t>(tuning.tile.cluster);
+  const GroupedScratch& scratch = grouped_scratch(device, stream, part_floats > 0 ? 1 : split_tiles,
+                                                  part_floats > 0 ? part_floats : static_cast<std::size_t>(kBlockM * tuning.tile.block_n));
   params.ticket = scratch.ticket.as<std::uint32_t>(), params.arrivals = scratch.arrivals.as<std::uint32_t>(), params.partials = scratch.partials.as<float>();
+  if (part_floats > 0) params.weight_parts = scratch.partials.as<float>();
   launch_grouped(launch, static_cast<int>(units), tuning.overlap, stream, &params);
+  if (part_floats > 0) launch_weight_sum({params.weight_parts, p.offsets + p.groups, p.rows, div_up(p.n, 64), p.activation.d_weight}, stream);
+}
+
+std::string refuse_for_speed(const GroupedProblem& p) {
+  if (p.activation.epilogue != GemmEpilogue::kActivationGradient) return {};
+  return "the gradient's epilogue is not hidden behind the next tile: the two calls are as fast or faster";
 }
 
 GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
@@ -130,12 +173,16 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     GemmTile tile;
     double cost;
   };
-  static constexpr Choice kChoices[] = {
+  static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{192, 3, 2, 6}, 1.0}, {{128, 5, 2, 4}, 1.05}};
+  static constexpr Choice kPlain[] = {
       {{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.05}, {{128, 6, 2, 2}, 1.1}, {{256, 4, 1, 2}, 1.06}, {{128, 6, 1, 2}, 1.14},
   };
   GemmTuning best;
   double best_cost = 0;
-  for (const Choice& choice : kChoices) {
+  const std::span<const Choice> choices = p.activation.epilogue == GemmEpilogue::kPlain        ? std::span<const Choice>(kPlain)
+                                          : p.activation.epilogue == GemmEpilogue::kActivation ? std::span<const Choice>(kWithActivation)
+                                                                                               : std::span<const Choice>(kWithGradient);
+  for (const Choice& choice : choices) {
     // wgrad is bound by the operands' way to the tensor cores: narrow tiles only where the result is narrow.
     if (p.form == GemmForm::kTN && (choice.tile.block_n != (p.n <= 128 ? 128 : 256) || (choice.tile.block_n == 256 && choice.tile.cluster == 1))) continue;
     const std::int64_t mean = p.form == GemmForm::kTN ? p.m : div_up(p.rows, std::max<std::int64_t>(p.groups, 1));

@@ -11,6 +11,18 @@
 
 namespace waybill::cuda {
 
+// What the epilogues with an activation need (grouped_activation.cuh). Width F: n / 2 where the kind is gated, else n (kActivation); n (gradient).
+struct GroupedActivation {
+  GemmEpilogue epilogue = GemmEpilogue::kPlain;
+  ActivationKind kind = ActivationKind::kSwiGLU;
+  float limit = 0, alpha = 0;
+  // The pre-activation [rows, 2 F or F] bf16: kActivation writes it (null: it is not wanted, d [rows, F] is the activation), the gradient reads it
+  // (d is its gradient, laid out as h).
+  void* h = nullptr;
+  const float* row_weight = nullptr;  // [rows] or null
+  float* d_weight = nullptr;          // gradient: [rows] or null
+};
+
 // A product in one of the forms of grouped_params.h; operands bf16, contiguous, pointers to device memory.
 struct GroupedProblem {
   GemmForm form;
@@ -28,6 +40,7 @@ struct GroupedProblem {
   const std::int32_t* b_list = nullptr;
   std::int64_t b_rows = 0;
   StatusWord* status = nullptr;
+  GroupedActivation activation = {};  // kNT, kNN with bf16 results
 };
 
 // How a launch is shaped; every choice gives the same bits in kNT and kNN, and in kTN unless a group is cut into slices.
@@ -38,11 +51,13 @@ struct GemmTuning {
   bool overlap = true;  // may start while its predecessor on the stream ends (programmatic dependent launch)
 };
 
-// The compiled kernels of a form and output.
-std::span<const GemmKernel> grouped_kernels(GemmForm form, GemmOutput output);
+// The compiled kernels of a form and output, or of a form and an epilogue with an activation.
+std::span<const GemmKernel> grouped_kernels(GemmForm form, GemmOutput output, GemmEpilogue epilogue = GemmEpilogue::kPlain);
 
 // Why the kernels cannot take the problem; empty = they can.
 std::string refuse_grouped(const GroupedProblem& problem, int device);
+// Why the two calls, the product and then the activation, are faster than the fused kernel; empty = they are not (docs/perf/grouped-gemm.md).
+std::string refuse_for_speed(const GroupedProblem& problem);
 // From the shape and the mean rows of a group, which the host knows; not from the counts, which it does not.
 GemmTuning choose_tuning(const GroupedProblem& problem, int num_sms);
 std::string describe(const GemmTuning& tuning);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped matmul for sm_90a, bf16 operands, fp32 accumulators; the forms are in grouped_params.h.
 //
-// Grid: persistent clusters of 1 or 2 CTAs, 1 or 2 CTAs an SM; 384 threads a CTA. Units of work come from a ticket in device memory, so
+// Grid: persistent clusters of 1 or 2 CTAs, a CTA an SM; 384 threads a CTA. Units of work come from a ticket in device memory, so
 // clusters that drew short units take more of them; which cluster computes a unit does not change its result.
 //   warp 0       one thread starts the tensor copies of a k block (64 wide) into a ring of shared-memory stages; what both CTAs need is
 //                loaded half by each and multicast
@@ -14,6 +14,7 @@
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
+#include "ops/gemm/cuda/grouped_activation.cuh"
 #include "ops/gemm/cuda/grouped_epilogue.cuh"
 #include "ops/gemm/cuda/grouped_gather.cuh"
 #include "ops/gemm/cuda/grouped_producer.cuh"
@@ -93,16 +94,17 @@ __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const 
 struct MathThread {
   int warpgroup;
   std::uint32_t stages_address;
+  unsigned h_phases = 0;     // a bit a pair of buffers: the phase of its barrier to wait for
   std::uint32_t peer_empty;  // the first `empty` barrier of the CTA to which this lane hands stages on; 0: to none
 };
 
 // One unit. `u` stays in shared memory: held in registers its fields would cost spills.
 template <class C>
-__device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedShared<C>& shared, const Unit& u, Ring<C::kStages>& stages, const MathThread& t) {
+__device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedShared<C>& shared, const Unit& u, Ring<C::kStages>& stages, MathThread& t) {
   const int num_blocks = uniform(u.num_blocks), k_tail = uniform(u.k_tail);
   const auto columns = [&] { return p.n - u.n0; };
   const auto hand_on = [&](int slot) {
-    if constexpr (C::kForm == GemmForm::kTN) {  // found again: held, it would be spilled
+    if constexpr (C::kForm == GemmForm::kTN || C::kEpilogue != GemmEpilogue::kPlain) {  // found again: held, it would be spilled
       const auto lane = static_cast<std::uint32_t>(ptx::thread_index() % 32);
       if (lane < C::kCluster) ptx::mbarrier_arrive_remote(ptx::map_shared(&shared.empty[slot], lane));
     } else {
@@ -150,6 +152,10 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
 #pragma unroll
     for (int step = 1; step < 4; ++step) multiply_step<C>(acc, a, b, step, 1);
     ptx::wgmma_commit();
+    if constexpr (C::kEpilogue == GemmEpilogue::kActivationGradient) {
+      const int warp = 4 * t.warpgroup + ptx::thread_index() % 128 / 32;
+      if (block == 0 && ptx::thread_index() % 32 == 0 && 16 * warp < u.m_valid) start_h<C>(p, shared, u, warp);
+    }
     ptx::wgmma_wait<1>();
     if (block > 0) hand_on(previous);
     previous = stages.slot;
@@ -162,15 +168,23 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
     return;
   }
   const int thread = ptx::thread_index() % 128, warp = 4 * t.warpgroup + uniform(thread / 32), warp_row = 16 * warp, lane = thread % 32;
-  if (C::kForm != GemmForm::kTN && p.bias != nullptr) {
-    const auto takes_bias = [&](int row) {
-      return p.a_list == nullptr || (row < u.m_valid && static_cast<unsigned>(__ldg(p.a_list + u.m0 + row)) < static_cast<unsigned>(p.a_rows));
-    };
-    const int row = warp_row + lane / 4;
-    add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns(), lane % 4, takes_bias(row), takes_bias(row + 8));
+  if constexpr (C::kEpilogue == GemmEpilogue::kPlain) {
+    if (C::kForm != GemmForm::kTN && p.bias != nullptr) {
+      const auto takes_bias = [&](int row) {
+        return p.a_list == nullptr || (row < u.m_valid && static_cast<unsigned>(__ldg(p.a_list + u.m0 + row)) < static_cast<unsigned>(p.a_rows));
+      };
+      const int row = warp_row + lane / 4;
+      add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns(), lane % 4, takes_bias(row), takes_bias(row + 8));
+    }
+    const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns(), lane, first_element(warp_row)};
+    store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
+  } else if (warp_row < u.m_valid) {
+    if constexpr (C::kEpilogue == GemmEpilogue::kActivation) {
+      store_activation<C>(acc, shared.buffers[warp][0], p, u, warp_row, lane);
+    } else {
+      store_gradient<C>(acc, shared, p, u, warp, t.h_phases);
+    }
   }
-  const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns(), lane, first_element(warp_row)};
-  store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
 }
 
 template <class C>
@@ -195,11 +209,11 @@ __device__ void multiply_blocks(const GroupedParams& p, GroupedShared<C>& shared
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kCtas) grouped_gemm_sm90(const __grid_constant__ GroupedParams p) {
+__global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid_constant__ GroupedParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   GroupedShared<C>& shared = *reinterpret_cast<GroupedShared<C>*>(shared_bytes);
-  static_assert(sizeof(GroupedShared<C>) <= gemm_limits::shared_bytes({C::kBlockN, C::kStages, C::kCluster, C::kBuffers, C::kCtas}));
+  static_assert(sizeof(GroupedShared<C>) <= gemm_limits::shared_bytes({C::kBlockN, C::kStages, C::kCluster, C::kBuffers}));
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b), ptx::prefetch_tensor_map(&p.d);
@@ -209,6 +223,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) grouped_gemm_sm90(const
     for (int i = 0; i < kUnitSlots; ++i) ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + warps + C::kMathWarps);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     ptx::mbarrier_init(&shared.unit_wanted, 1);
+    for (int i = 0; i < C::kMathWarps * C::kPairs; ++i) ptx::mbarrier_init(&shared.h_full[0][0] + i, 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
