@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waybill for JAX: XLA FFI ops with custom VJPs, and the MoE block.
 
-All ops work under jit, grad, remat and vmap; those with `axis_name` inside jax.shard_map over several devices of one process. They run on the
-CPU; arrays on a GPU are refused with a clear error until the library carries its GPU layer.
+All ops work under jit, grad, remat and vmap; those with `axis_name` inside jax.shard_map over devices of one process, or of several
+(jax.distributed). They run on the CPU; arrays on a GPU are refused with a clear error until the library carries its GPU layer.
 """
 
 try:
@@ -14,9 +14,11 @@ from ..config import MoeConfig, RouterConfig
 from ._block import ROUTES, MoeOutput, init_params, moe_block, param_specs
 from ._exchange import Slots, combine, dispatch, permute, unpermute
 from ._gemm import grouped_matmul, ragged_dot
+from ._overlap import Pending, combine_done, combine_start, dispatch_done, dispatch_start
 from ._overflow import OverflowMonitor, keep_if_valid
 from ._quantize import dequantize_mx, quantize_mx
 from ._router import Routes, router
 
-__all__ = ["ROUTES", "MoeConfig", "MoeOutput", "OverflowMonitor", "RouterConfig", "Routes", "Slots", "combine", "dequantize_mx", "dispatch", "grouped_matmul",
+__all__ = ["ROUTES", "MoeConfig", "MoeOutput", "OverflowMonitor", "Pending", "RouterConfig", "Routes", "Slots", "combine", "combine_done", "combine_start", "dequantize_mx",
+           "dispatch", "dispatch_done", "dispatch_start", "grouped_matmul",
            "init_params", "keep_if_valid", "moe_block", "param_specs", "permute", "quantize_mx", "ragged_dot", "router", "unpermute"]  # fmt: skip

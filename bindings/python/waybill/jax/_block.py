@@ -40,7 +40,6 @@ class _Setup(NamedTuple):
     config: MoeConfig
     axis_name: str | None
     P: int
-    site: int
     saved_steps: int
     training: bool
 
@@ -48,7 +47,7 @@ class _Setup(NamedTuple):
         struct = self.config.struct()
         if self.config.mode == "captured" and not struct.T_max:
             struct.T_max = T
-        return {"P": self.P, "call": self.site, "config": _ffi.config_bytes(struct)}
+        return {"P": self.P, "config": _ffi.config_bytes(struct)}
 
 
 def _given(params: dict[str, jax.Array], mask: jax.Array | None) -> int:
@@ -59,17 +58,14 @@ def _list(params: dict[str, jax.Array], mask: jax.Array | None) -> list[jax.Arra
     return [params[name] for name in NAMES if name in params] + ([] if mask is None else [mask])
 
 
-def _place(seed: jax.Array, setup: _Setup) -> jax.Array:
-    return jnp.concatenate([_ffi.where(setup.axis_name), seed.astype(jnp.int32).reshape(1)])
-
-
 def _run(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array, setup: _Setup, keep: int) -> tuple[Any, Any]:
     T, router = x.shape[0], setup.config.router
     results = (_ffi.shape(x.shape), _ffi.shape((T, router.K), _ffi.id_dtype(router.E)), _ffi.shape((T, router.K)), _ffi.shape((router.E,), jnp.int32),
                _ffi.shape((4,)), _ffi.shape((6,), jnp.int32), _ffi.shape((2,), jnp.uint32))  # fmt: skip
-    out, ids, weights, counts, losses, status, token = _ffi.call(
-        "moe_forward", results, _place(seed, setup), x, *_list(params, mask), given=_given(params, mask), keep=keep, training=setup.training,
-        **setup.attributes(T))  # fmt: skip
+    attributes, operands = setup.attributes(T), [x, *_list(params, mask)]
+    place = _ffi.place("moe_forward", setup.axis_name, attributes["config"], operands, seed)
+    out, ids, weights, counts, losses, status, token = _ffi.call("moe_forward", results, place, *operands, given=_given(params, mask), keep=keep,
+                                                                 training=setup.training, **attributes)  # fmt: skip
     return (out, MoeOutput(jnp.sum(losses), losses, ids, weights, counts, status)), token
 
 
@@ -89,8 +85,9 @@ def _backward(setup: _Setup, saved: Any, cotangents: Any) -> Any:
     d_out, d_stats = cotangents
     trained = [name for name in NAMES if name in params and name != "router_bias"]
     results = (_ffi.shape(x.shape), *(_ffi.shape(params[name].shape) for name in trained))
-    dx, *gradients = _ffi.call("moe_backward", results, _place(seed, setup), x, *_list(params, mask), *routes, d_out, d_stats.loss.reshape(1),
-                               given=_given(params, mask), **setup.attributes(x.shape[0]))  # fmt: skip
+    attributes, operands = setup.attributes(x.shape[0]), [x, *_list(params, mask), *routes, d_out, d_stats.loss.reshape(1)]
+    place = _ffi.place("moe_backward", setup.axis_name, attributes["config"], operands, seed)
+    dx, *gradients = _ffi.call("moe_backward", results, place, *operands, given=_given(params, mask), **attributes)
     spread = dict(zip(trained, gradients))
     if "router_bias" in params:
         spread["router_bias"] = jnp.zeros_like(params["router_bias"])
@@ -138,8 +135,7 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
 
     What backward needs is kept by the library for up to `saved_steps` forwards (outside of XLA's memory; jax.jit's memory analysis does not
     see it). A backward that finds nothing, or saved_steps=0, computes the forward again with the same routes. Under jax.checkpoint,
-    policies.save_only_these_names(waybill.jax.ROUTES) keeps the routes [T, K] alone. vmap runs one call a batch element. Two calls of one
-    jitted function that do not depend on each other must not share a program under an axis: their ranks could meet crosswise.
+    policies.save_only_these_names(waybill.jax.ROUTES) keeps the routes [T, K] alone. vmap runs one call a batch element.
     """
     _ffi.check(x, "x", _ffi.FLOATS, [None] * (x.ndim - 1) + [config.H])
     P = _ffi.axis_size(axis_name)
@@ -148,7 +144,7 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
         _ffi.check(padding_mask, "padding_mask", [jnp.bool_, jnp.uint8], x.shape[:-1])
         padding_mask = padding_mask.reshape(-1).astype(jnp.uint8)
     wide = {name: params[name].astype(jnp.float32) for name in params}
-    setup = _Setup(config, axis_name, P, _ffi.new_site(), saved_steps, training)
+    setup = _Setup(config, axis_name, P, saved_steps, training)
     seed = jnp.asarray(rounding_seed, jnp.uint32)
     wide, rows = _ffi.varying((wide, x.reshape(-1, config.H).astype(jnp.float32)), axis_name)
     out, stats = _block(rows, wide, padding_mask, seed, setup)

@@ -36,7 +36,6 @@ class _Setup(NamedTuple):
     receive_factor: float
     alignment: int
     combine_wire: str
-    site: int
 
     @property
     def num_slots(self) -> int:
@@ -53,17 +52,22 @@ class _Setup(NamedTuple):
         check(library().wb_exchange_config_init(c.byref(config), c.sizeof(config)))
         config.H, config.E, config.K, config.T_max, config.alignment = self.H, self.E, self.K, self.T, self.alignment
         config.receive_factor, config.mode, config.combine_wire = self.receive_factor, 1, choice(self.combine_wire, WIRES, "combine_wire")
-        return {"E": self.E, "P": self.P, "call": self.site, "config": _ffi.config_bytes(config)}
+        return {"E": self.E, "P": self.P, "config": _ffi.config_bytes(config)}
 
+    def place(self, op: str, *operands: jax.Array) -> jax.Array:
+        return _ffi.place(op, self.axis_name, self.attributes()["config"], operands)
 
-def _sites(setup: _Setup) -> jax.Array:
-    return _ffi.where(setup.axis_name)
+    def call(self, op: str, results: Any, *operands: jax.Array, **options: Any) -> Any:
+        return _ffi.call(op, results, self.place(op, *operands), *operands, **options, **self.attributes())
+
+    def slots(self, dtype: Any) -> tuple[Any, ...]:
+        """Shapes of a dispatch's results."""
+        return _ffi.shape((self.num_slots, self.H), dtype), _ffi.shape((self.E // self.P,), jnp.int32), _ffi.shape((), jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array, setup: _Setup) -> Slots:
-    results = (_ffi.shape((setup.num_slots, setup.H), x.dtype), _ffi.shape((setup.E // setup.P,), jnp.int32), _ffi.shape((), jnp.int32))
-    return Slots(*_ffi.call("dispatch", results, _sites(setup), x, ids, weights, **setup.attributes()))
+    return Slots(*setup.call("dispatch", setup.slots(x.dtype), x, ids, weights))
 
 
 def _dispatch_forward(x: jax.Array, ids: jax.Array, weights: jax.Array, setup: _Setup) -> tuple[Slots, Any]:
@@ -72,7 +76,7 @@ def _dispatch_forward(x: jax.Array, ids: jax.Array, weights: jax.Array, setup: _
 
 def _dispatch_backward(setup: _Setup, saved: Any, cotangents: Slots) -> tuple[Any, ...]:
     ids, weights, like = saved
-    dx = _ffi.call("combine", _ffi.shape((setup.T, setup.H)), _sites(setup), cotangents.rows, ids, weights, weighted=False, **setup.attributes())
+    dx = setup.call("combine", _ffi.shape((setup.T, setup.H)), cotangents.rows, ids, weights, weighted=False)
     return dx.astype(like.dtype), None, None
 
 
@@ -81,7 +85,7 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _combine(y: jax.Array, ids: jax.Array, weights: jax.Array, setup: _Setup) -> jax.Array:
-    return _ffi.call("combine", _ffi.shape((setup.T, setup.H)), _sites(setup), y, ids, weights, weighted=True, **setup.attributes())
+    return setup.call("combine", _ffi.shape((setup.T, setup.H)), y, ids, weights, weighted=True)
 
 
 def _combine_forward(y: jax.Array, ids: jax.Array, weights: jax.Array, setup: _Setup) -> tuple[jax.Array, Any]:
@@ -90,8 +94,7 @@ def _combine_forward(y: jax.Array, ids: jax.Array, weights: jax.Array, setup: _S
 
 def _combine_backward(setup: _Setup, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     y, ids, weights = saved
-    dy, d_weights = _ffi.call("combine_backward", (_ffi.shape(y.shape, y.dtype), _ffi.shape(weights.shape)), _sites(setup), d_out, y, ids, weights,
-                              **setup.attributes())  # fmt: skip
+    dy, d_weights = setup.call("combine_backward", (_ffi.shape(y.shape, y.dtype), _ffi.shape(weights.shape)), d_out, y, ids, weights)
     return dy, None, d_weights
 
 
@@ -106,7 +109,25 @@ def _setup(ids: jax.Array, weights: jax.Array, E: int, H: int, axis_name: str | 
         raise ValueError(f"E = {E} experts cannot be spread evenly over the {P} devices of axis {axis_name!r}")
     if alignment < 1 or not 0 <= receive_factor < math.inf:
         raise ValueError(f"alignment = {alignment} must be positive, receive_factor = {receive_factor} finite and not negative")
-    return _Setup(E, ids.shape[1], ids.shape[0], H, P, axis_name, float(receive_factor), alignment, combine_wire, _ffi.new_site())
+    return _Setup(E, ids.shape[1], ids.shape[0], H, P, axis_name, float(receive_factor), alignment, combine_wire)
+
+
+def prepare_dispatch(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int
+) -> tuple[jax.Array, _Setup]:
+    _ffi.check(x, "x", _ffi.FLOATS, [ids.shape[0], "H"])
+    setup = _setup(ids, weights, E, x.shape[1], axis_name, receive_factor, alignment, "float32")
+    return _ffi.varying(x, axis_name), setup
+
+
+def prepare_combine(y: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int,
+                    combine_wire: str) -> tuple[jax.Array, jax.Array, _Setup]:  # fmt: skip
+    _ffi.check(y, "y", _ffi.FLOATS, ["S_max", "H"])
+    setup = _setup(ids, weights, E, y.shape[1], axis_name, receive_factor, alignment, combine_wire)
+    if y.shape[0] != setup.num_slots:
+        raise ValueError(f"y has {y.shape[0]} slots, the budget of these arguments is {setup.num_slots}; give combine the arguments of dispatch")
+    y, weights = _ffi.varying((y, weights), axis_name)
+    return y, weights, setup
 
 
 def dispatch(
@@ -118,9 +139,8 @@ def dispatch(
     slot budget S_max = ceil(f * T * K), as ragged_buffer_factor elsewhere; 0 = worst case P * T * min(K, E / P). An overflow never drops
     rows silently: Slots.valid is 0 on every device. Differentiable in x. Backward plans again from the routes; nothing else is kept.
     """
-    _ffi.check(x, "x", _ffi.FLOATS, [ids.shape[0], "H"])
-    setup = _setup(ids, weights, E, x.shape[1], axis_name, receive_factor, alignment, "float32")
-    return _dispatch(_ffi.varying(x, axis_name), ids, jax.lax.stop_gradient(weights), setup)
+    x, setup = prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment)
+    return _dispatch(x, ids, jax.lax.stop_gradient(weights), setup)
 
 
 def combine(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
@@ -129,11 +149,7 @@ def combine(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_na
 
     The other arguments must be those of `dispatch`. Differentiable in y and weights.
     """
-    _ffi.check(y, "y", _ffi.FLOATS, ["S_max", "H"])
-    setup = _setup(ids, weights, E, y.shape[1], axis_name, receive_factor, alignment, combine_wire)
-    if y.shape[0] != setup.num_slots:
-        raise ValueError(f"y has {y.shape[0]} slots, the budget of these arguments is {setup.num_slots}; give combine the arguments of dispatch")
-    y, weights = _ffi.varying((y, weights), axis_name)
+    y, weights, setup = prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire)
     return _combine(y, ids, weights, setup)
 
 

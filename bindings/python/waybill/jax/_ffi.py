@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The XLA library: found, loaded and registered once; calls, call sites and the place of a device in its group."""
+"""The XLA library: found, loaded and registered once; calls, and the place of a device in the group of a collective call."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._library import library
+from . import _mesh
 
 TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "dispatch", "combine", "combine_backward",
-           "moe_forward", "moe_backward")  # fmt: skip
+           "dispatch_start", "dispatch_done", "combine_start", "combine_done", "ticket", "moe_forward", "moe_backward")  # fmt: skip
 
 
 @functools.cache
@@ -36,6 +36,11 @@ def load() -> ctypes.CDLL:
         ) from None
     lib.wbx_num_saved_steps.restype, lib.wbx_num_saved_steps.argtypes = ctypes.c_int64, []
     lib.wbx_clear_saved_steps.restype, lib.wbx_clear_saved_steps.argtypes = None, []
+    c = ctypes
+    lib.wbx_pending_counts.restype, lib.wbx_pending_counts.argtypes = None, [c.POINTER(c.c_int64)] * 3
+    lib.wbx_mesh_listen.restype, lib.wbx_mesh_listen.argtypes = c.c_int, [c.c_char_p, c.c_char_p, c.POINTER(c.c_int), c.c_char_p, c.c_int]
+    lib.wbx_mesh_set_peer.restype, lib.wbx_mesh_set_peer.argtypes = None, [c.c_uint32, c.c_char_p, c.c_int]
+    lib.wbx_mesh_start.restype, lib.wbx_mesh_start.argtypes = None, [c.c_uint32, c.c_int64]
     for target in TARGETS:
         jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(getattr(lib, f"wbx_{target}")), platform="cpu")
         jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(lib.wbx_refuse_device), platform="CUDA")
@@ -61,14 +66,6 @@ def config_bytes(struct: ctypes.Structure) -> np.ndarray:
     return np.frombuffer(bytes(struct), dtype=np.uint8)
 
 
-_sites = itertools.count(1)
-
-
-def new_site() -> int:
-    """A number for one call of a program, given when it is traced: calls that may run in any order must not meet each other's ranks."""
-    return next(_sites)
-
-
 def axis_size(axis_name: str | None) -> int:
     """Devices along the axis, 1 without one. ValueError outside of shard_map over such an axis."""
     if axis_name is None:
@@ -79,20 +76,20 @@ def axis_size(axis_name: str | None) -> int:
         raise ValueError(f"axis {axis_name!r} is not bound; call this inside jax.shard_map over a mesh with that axis") from None
 
 
-def where(axis_name: str | None) -> jax.Array:
-    """int32 [2]: which group of the axis (by the mesh's other axes), and this device's rank in it."""
-    if axis_name is None:
-        return jnp.zeros(2, jnp.int32)
-    group = jnp.int32(0)
-    mesh = jax.sharding.get_abstract_mesh()
-    for name, size in zip(mesh.axis_names, mesh.axis_sizes):
-        if name == axis_name:
-            continue
-        try:
-            group = group * size + jax.lax.axis_index(name)
-        except NameError:  # an axis that the compiler shards, not the caller
-            continue
-    return jnp.stack([group, jax.lax.axis_index(axis_name)]).astype(jnp.int32)
+def place(op: str, axis_name: str | None, config: np.ndarray, operands: Sequence[jax.Array], *extra: jax.Array) -> jax.Array:
+    """uint32 [1 + 3 P + ...]: this device's rank on the axis, the tickets of all its devices, then `extra`; see bindings/jax/meeting.h.
+
+    A ticket numbers one execution of one call. All devices learn the first one's by a collective of XLA, which pairs the calls of a program by
+    itself; so the ranks of a call meet whatever the order in which devices come to the calls, and calls of one traced function stay apart.
+    """
+    if axis_size(axis_name) == 1:
+        head = jnp.zeros(4, jnp.uint32)
+    else:
+        _mesh.ensure(load())
+        ticket = call("ticket", shape((3,), jnp.uint32), *(jax.lax.stop_gradient(operand) for operand in operands), op=op, config=config)
+        rank = jax.lax.axis_index(axis_name).astype(jnp.uint32).reshape(1)
+        head = jnp.concatenate([rank, jax.lax.all_gather(ticket, axis_name).reshape(-1)])
+    return jnp.concatenate([head, *(value.astype(jnp.uint32).reshape(-1) for value in extra)]) if extra else head
 
 
 def _varying_axes(array: jax.Array) -> frozenset[str]:
@@ -113,8 +110,14 @@ def varying(tree: Any, axis_name: str | None) -> Any:
     """
     if axis_name is None:
         return tree
-    axes = _varying_axes(where(axis_name))
-    return jax.tree.map(lambda array: _vary_over(array, axes), tree)
+    axes = {axis_name}
+    for name in jax.sharding.get_abstract_mesh().axis_names:
+        try:
+            jax.lax.axis_index(name)
+        except NameError:  # an axis that the compiler shards, not the caller
+            continue
+        axes.add(name)
+    return jax.tree.map(lambda array: _vary_over(array, frozenset(axes)), tree)
 
 
 def check(array: Any, name: str, dtypes: Sequence[Any], dims: Sequence[int | str | None]) -> None:
