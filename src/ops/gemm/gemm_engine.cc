@@ -213,8 +213,7 @@ class Task {
       for (std::int64_t m = 0, i = 0; m < rows_; m += kernels_.tile_rows, ++i) {
         const bool panel_ends = m + kernels_.tile_rows >= rows_;
         const PrefetchRun next = has_next ? pack_b.prefetch(n_ + next_n, next_k, block.depth, i) : nothing(panel);
-        run_tile(block, m, n, panel, panel_ends ? -m : kernels_.tile_rows, panel_ends ? kernels_.tile_columns : 0,
-                 &next);
+        run_tile(block, m, n, panel, panel_ends ? -m : kernels_.tile_rows, panel_ends ? kernels_.tile_columns : 0, &next);
       }
     }
   }
