@@ -20,7 +20,7 @@ found() { ls "$@" 2>/dev/null || true; }
 core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/implementation.cc src/core/log.cc src/core/status.cc src/core/tensor.cc
   src/core/thread_pool.cc src/core/workspace.cc $(ls src/core/cuda/*.cc) tests/cuda/device_random.cu"
 router="src/route/route.cc $(ls src/ops/router/*.cc src/ops/router/cuda/*.cc src/ops/router/cuda/*.cu)"
-fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc) $(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
+fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc src/fabric/caller/*.cc) $(found src/fabric/cuda_local/*.cc src/fabric/cuda_local/*.cu)"
 exchange="$fabric $(ls src/route/*.cc src/exchange/*.cc src/exchange/cuda/*.cc src/exchange/cuda/*.cu)"
 nccl=
 echo '#include <nccl_device.h>' | "$nvcc" -std=c++20 -E -x cu $include - >/dev/null 2>&1 && nccl=$(ls src/fabric/nccl/*.cc src/fabric/nccl/*.cu)

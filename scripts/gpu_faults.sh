@@ -60,7 +60,7 @@ wait
 area test_cuda_exchange exchange/cuda
 all='Ranks/ExchangeCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*'
 plant rows plan_fill.cu plan_fill.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
-plant within plan_fill.cu plan_fill.cu 'slot_start[i / shape.K * P + r] + within[i];' 'slot_start[i / shape.K * P + r];' "$all" &
+plant within plan_fill.cu plan_fill.cu 'slot_start[tile_token(i) * P + r] + routes.before[i][c];' 'slot_start[tile_token(i) * P + r];' "$all" &
 plant budget plan_count.cu plan_count.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand < shape.slot_budget' "$all" &
 plant epoch plan_count.cu plan_count.cu '  close_epoch(q, rank, kSignalCounts, epoch);' '' "$all" &
 plant below layout_tile.cuh layout_scatter.cu '__popc(word & ((1u << (row & 31)) - 1))' '__popc(word)' "$all" &

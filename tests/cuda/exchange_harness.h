@@ -157,6 +157,11 @@ class GpuGroup {
     return {};
   }
   CudaLocalGroup& group() { return *group_; }
+  std::uint32_t epoch(int rank, ExchangeSignal signal) {
+    std::uint32_t value = 0;
+    WB_TRY_CUDA(cudaMemcpy(&value, &group_->at<ExchangeControl>(rank, windows_.control)->epoch[signal], 4, cudaMemcpyDeviceToHost));
+    return value;
+  }
   DeviceExchange& exchange(std::size_t device = 0) { return parts_[device]->exchange; }
   const CudaStream& stream(std::size_t device = 0) { return parts_[device]->stream; }
   DeviceHandle& device_handle(std::size_t device = 0) { return parts_[device]->handle; }

@@ -196,6 +196,12 @@ TEST(ExchangeGraphCuda, TenThousandReplaysWithChangingRoutes) {
     if (::testing::Test::HasFatalFailure()) return;
   }
   EXPECT_EQ(gpu.group().first_error(), "");
+  // Every step waits for a value of its own: an epoch that stood still would let a rank read what arrived before.
+  for (int p = 0; p < P; ++p) {
+    for (const ExchangeSignal signal : {kSignalCounts, kSignalMeta, kSignalRows, kSignalPartials, kSignalPulled, kSignalValues, kSignalValuesRead}) {
+      ASSERT_EQ(gpu.epoch(p, signal), kReplays + 1u) << p << " " << signal;
+    }
+  }
 }
 
 TEST(ExchangeLostPeerCuda, EveryRankEndsInAStatusThatNamesIt) {

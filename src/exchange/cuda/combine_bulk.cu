@@ -16,90 +16,85 @@ constexpr int kPiece = kVectors * 32 * 16;
 constexpr int kMaxWarps = 16;
 constexpr int kMaxStages = 16;
 
-// Where the loads of a warp stand. All values but `row` are the same in every lane.
+// Where the loads of a warp stand. All values but `row` and `next` are the same in every lane.
 struct Cursor {
-  std::int64_t item;  // next item
-  std::int64_t items, step;
-  const unsigned char* row;  // lane d: partial d of the item being issued, at its piece
+  int item, piece, end;      // next item; piece and last piece of the item being issued
+  const unsigned char* row;  // lane d: partial d of that item
   RowEntry next;             // lane d: entry d of the next item
-  std::int32_t bytes;        // of the piece
-  int num, d;                // partials of the item being issued, and how many of them are on their way
+  int num, d;                // partials of that item, and how many pieces of this `piece` are on their way
   int stage;
 };
 
-// Entries are read one item ahead of their use.
-__device__ __forceinline__ void fetch_entries(const RankCall& call, const ExchangeShape& shape, int pieces, Cursor& c) {
+__device__ __forceinline__ RowEntry entry_of_lane(const ExchangeShape& shape, const RankCall& call, int t) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  c.next = RowEntry{-1, 0, 0, 0};
-  if (c.item < c.items && lane < shape.D) c.next = handle_part<RowEntry>(call, shape.h_entries)[c.item / pieces * shape.D + lane];
+  return t < call.T && lane < shape.D ? handle_part<RowEntry>(call, shape.h_entries)[static_cast<std::int64_t>(t) * shape.D + lane] : RowEntry{-1, 0, 0, 0};
 }
 
-__device__ __forceinline__ void open_item(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int pieces, int row_bytes, Cursor& c) {
-  const int offset = static_cast<int>(c.item % pieces) * kPiece;
-  c.num = __popc(__ballot_sync(ptx::kFullWarp, c.next.rank >= 0));
-  c.bytes = min(kPiece, row_bytes - offset);
-  c.d = 0;
-  if (c.next.rank >= 0) c.row = q.window<unsigned char>(c.next.rank, args.window) + static_cast<std::int64_t>(c.next.row) * row_bytes + offset;
-  c.item += c.step;
-  fetch_entries(call, q.shape, pieces, c);
-}
+// The ring of one warp.
+struct Ring {
+  unsigned char* stages;
+  std::uint64_t* full;
+  int num, row_bytes;
+};
 
-// One more load, when there is one.
-__device__ __forceinline__ bool issue(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int pieces, int row_bytes, int stages,
-                                      unsigned char* ring, std::uint64_t* full, Cursor& c) {
-  while (c.d == c.num) {
-    if (c.item >= c.items) return false;
-    open_item(q, args, call, pieces, row_bytes, c);
+// One more load, when there is one. Entries are read one item ahead of their use.
+__device__ __forceinline__ void issue(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, const RowItems& items, const Ring& ring,
+                                      Cursor& c) {
+  if (c.d == c.num && c.num > 0 && c.piece + 1 < c.end) ++c.piece, c.d = 0;
+  while (c.d == c.num) {  // the next item that has partials
+    if (c.item >= items.count) return;
+    c.num = __popc(__ballot_sync(ptx::kFullWarp, c.next.rank >= 0));
+    c.piece = items.begin(c.item), c.end = items.end(c.item), c.d = 0;
+    if (c.piece >= c.end) c.num = 0;
+    if (c.next.rank >= 0) c.row = q.window<unsigned char>(c.next.rank, args.window) + static_cast<std::int64_t>(c.next.row) * ring.row_bytes;
+    c.item += items.step;
+    c.next = entry_of_lane(q.shape, call, items.row(c.item));
   }
   if ((static_cast<int>(threadIdx.x) & 31) == c.d) {
-    ptx::mbarrier_arrive_expect(full + c.stage, static_cast<std::uint32_t>(c.bytes));
-    ptx::bulk_load(ring + c.stage * kPiece, c.row, static_cast<std::uint32_t>(c.bytes), full + c.stage);
+    const int offset = c.piece * kPiece;
+    const auto bytes = static_cast<std::uint32_t>(min(kPiece, ring.row_bytes - offset));
+    ptx::mbarrier_arrive_expect(ring.full + c.stage, bytes);
+    ptx::bulk_load(ring.stages + c.stage * kPiece, c.row + offset, bytes, ring.full + c.stage);
   }
   ++c.d;
-  if (++c.stage == stages) c.stage = 0;
-  return true;
+  if (++c.stage == ring.num) c.stage = 0;
 }
 
 template <class Wire, class Out>
-__device__ __forceinline__ void sum_items(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int stages, unsigned char* ring,
-                                          std::uint64_t* full) {
+__device__ __forceinline__ void sum_items(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, const Ring& ring) {
   constexpr int kValues = Vector<Wire>::kValues;
-  const int lane = static_cast<int>(threadIdx.x) & 31, row_bytes = args.H * static_cast<int>(sizeof(Wire)), pieces = (row_bytes + kPiece - 1) / kPiece;
-  const std::int64_t items = static_cast<std::int64_t>(call.T) * pieces, step = static_cast<std::int64_t>(gridDim.x) * (blockDim.x / 32);
-  const std::int64_t first = static_cast<std::int64_t>(threadIdx.x >> 5) * gridDim.x + blockIdx.x;
-  Cursor cursor{first, items, step, nullptr, {-1, 0, 0, 0}, 0, 0, 0, 0};
-  fetch_entries(call, q.shape, pieces, cursor);
-  for (int s = 0; s < stages; ++s) {
-    if (!issue(q, args, call, pieces, row_bytes, stages, ring, full, cursor)) break;
-  }
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const RowItems items(call.T, (ring.row_bytes + kPiece - 1) / kPiece);
+  Cursor cursor{items.first, 0, 0, nullptr, entry_of_lane(q.shape, call, items.row(items.first)), 0, 0, 0};
+  for (int s = 0; s < ring.num; ++s) issue(q, args, call, items, ring, cursor);
   int stage = 0;
   std::uint32_t parity = 0;
-  RowEntry ahead{-1, 0, 0, 0};  // of the item to be summed: only their number is used
-  if (first < items && lane < q.shape.D) ahead = handle_part<RowEntry>(call, q.shape.h_entries)[first / pieces * q.shape.D + lane];
-  for (std::int64_t item = first; item < items; item += step) {
+  RowEntry ahead = entry_of_lane(q.shape, call, items.row(items.first));  // of the item to be summed: only their number is used
+  for (int item = items.first; item < items.count; item += items.step) {
     const int num = __popc(__ballot_sync(ptx::kFullWarp, ahead.rank >= 0));
-    ahead = RowEntry{-1, 0, 0, 0};
-    if (item + step < items && lane < q.shape.D) ahead = handle_part<RowEntry>(call, q.shape.h_entries)[(item + step) / pieces * q.shape.D + lane];
-    const int offset = static_cast<int>(item % pieces) * kPiece + lane * 16;
-    float sum[kVectors][kValues] = {};
-    for (int d = 0; d < num; ++d) {
-      ptx::mbarrier_wait(full + stage, parity);
+    ahead = entry_of_lane(q.shape, call, items.row(item + items.step));
+    Out* out = static_cast<Out*>(call.c) + items.row(item) * args.out_stride;
+    for (int piece = items.begin(item); piece < items.end(item); ++piece) {
+      const int offset = piece * kPiece + lane * 16;
+      float sum[kVectors][kValues] = {};
+      for (int d = 0; d < num; ++d) {
+        ptx::mbarrier_wait(ring.full + stage, parity);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          if (offset + i * 512 >= ring.row_bytes) continue;
+          float x[kValues];
+          Vector<Wire>::to_float(*reinterpret_cast<const uint4*>(ring.stages + stage * kPiece + lane * 16 + i * 512), x);
+#pragma unroll
+          for (int j = 0; j < kValues; ++j) sum[i][j] = d == 0 ? x[j] : sum[i][j] + x[j];
+        }
+        __syncwarp();  // all lanes have read the stage
+        issue(q, args, call, items, ring, cursor);
+        if (++stage == ring.num) stage = 0, parity ^= 1u;
+      }
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        if (offset + i * 512 >= row_bytes) continue;
-        float x[kValues];
-        Vector<Wire>::to_float(*reinterpret_cast<const uint4*>(ring + stage * kPiece + lane * 16 + i * 512), x);
-#pragma unroll
-        for (int j = 0; j < kValues; ++j) sum[i][j] = d == 0 ? x[j] : sum[i][j] + x[j];
+        if (offset + i * 512 < ring.row_bytes) store_values<Out>(out + (offset + i * 512) / static_cast<int>(sizeof(Wire)), sum[i]);
       }
-      __syncwarp();  // all lanes have read the stage
-      (void)issue(q, args, call, pieces, row_bytes, stages, ring, full, cursor);
-      if (++stage == stages) stage = 0, parity ^= 1u;
-    }
-    Out* out = static_cast<Out*>(call.c) + item / pieces * args.out_stride;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (offset + i * 512 < row_bytes) store_values<Out>(out + (offset + i * 512) / static_cast<int>(sizeof(Wire)), sum[i]);
     }
   }
 }
@@ -134,7 +129,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   if (blockIdx.x == 0) post_signal(q, rank, kSignalPartials, partials);
   if (await_signal(q, rank, kSignalPartials, partials)) {
     ptx::fence_async_proxy_all();  // the partials were written by ordinary stores, and are read by the copy engine
-    sum_items<Wire, Out>(q, args, call, stages, smem + static_cast<std::size_t>(warp) * static_cast<std::size_t>(stages) * kPiece, full[warp]);
+    const Ring ring{smem + static_cast<std::size_t>(warp) * static_cast<std::size_t>(stages) * kPiece, full[warp], stages,
+                    args.H * static_cast<int>(sizeof(Wire))};
+    sum_items<Wire, Out>(q, args, call, ring);
   } else {
     mark_lost(q, rank, call);
     clear_out<Wire, Out>(args, call);

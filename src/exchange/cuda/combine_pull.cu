@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Combine: every token's partials are read from the ranks that made them and added in rank order in fp32.
 //
-// Grid (ctas, ranks), 512 threads, a warp a (token, piece of 2 KB of the wire row). Each rank's partials [R, H] lie in its window;
+// Grid (ctas, ranks), 384 threads (168 registers each), a warp a token in pieces of 2 KB of the wire row. Each rank's partials [R, H] lie in its window;
 // CTA 0 says so and all CTAs wait for all ranks, so the launch must be resident. c: out [T, H]. The sum starts with the first part (exact
 // where there is only one); a token without destinations gets 0, and so does every token of an invalid handle.
 // from_slots: the partials were pushed to this rank (combine_push) and are read from its own window, without a wait.
@@ -43,19 +43,31 @@ __device__ __forceinline__ void add_piece(const uint4 (&v)[kVectors], bool is_fi
   }
 }
 
+// The first half of a RowEntry.
+struct alignas(8) RowPlace {
+  int rank, row;
+};
+
+__device__ __forceinline__ RowPlace entry_of_lane(const ExchangeShape& shape, const RankCall& call, int t, int d0) {
+  const int d = d0 + (static_cast<int>(threadIdx.x) & 31);
+  if (t >= call.T || d >= shape.D) return RowPlace{-1, 0};
+  return *reinterpret_cast<const RowPlace*>(handle_part<RowEntry>(call, shape.h_entries) + static_cast<std::int64_t>(t) * shape.D + d);
+}
+
+// One piece of a token's sum. first: the entries of the first 32 destinations.
 template <class Wire, class Out>
-__device__ __forceinline__ void sum_token(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int rank, int t, int offset, bool is_valid) {
+__device__ __forceinline__ void sum_piece(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int rank, const RowPlace& first, int t,
+                                          int offset) {
   constexpr int kValues = Vector<Wire>::kValues;
   const ExchangeShape& shape = q.shape;
   const int lane = static_cast<int>(threadIdx.x) & 31, row_bytes = args.H * static_cast<int>(sizeof(Wire)), at = offset + lane * 16;
   float sum[kVectors][kValues] = {};
   bool is_first = true;
-  for (int d0 = 0; is_valid && d0 < shape.D; d0 += 32) {
-    const std::int64_t index = static_cast<std::int64_t>(t) * shape.D + d0 + lane;
-    const RowEntry entry = d0 + lane < shape.D ? handle_part<RowEntry>(call, shape.h_entries)[index] : RowEntry{-1, 0, 0, 0};
+  for (int d0 = 0; d0 < shape.D; d0 += 32) {
+    const RowPlace entry = d0 == 0 ? first : entry_of_lane(shape, call, t, d0);
     Sources sources{nullptr, __popc(__ballot_sync(ptx::kFullWarp, entry.rank >= 0))};
     if (entry.rank >= 0) {
-      sources.row = args.from_slots != 0 ? q.window<unsigned char>(rank, args.slots) + index * row_bytes
+      sources.row = args.from_slots != 0 ? q.window<unsigned char>(rank, args.slots) + (static_cast<std::int64_t>(t) * shape.D + d0 + lane) * row_bytes
                                          : q.window<unsigned char>(entry.rank, args.window) + static_cast<std::int64_t>(entry.row) * row_bytes;
     }
     if (sources.num == 0) break;
@@ -78,8 +90,21 @@ __device__ __forceinline__ void sum_token(const ExchangeParams& q, const Combine
   }
 }
 
+// A warp takes a token, or a part of its pieces where tokens are few; the entries of its next token are on their way meanwhile.
 template <class Wire, class Out>
-__global__ void __launch_bounds__(kRowThreads) exchange_combine_pull(const __grid_constant__ ExchangeParams q, const CombineArgs args) {
+__device__ __forceinline__ void sum_tokens(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int rank, bool is_valid) {
+  const int row_bytes = args.H * static_cast<int>(sizeof(Wire));
+  const RowItems items(call.T, (row_bytes + kPiece - 1) / kPiece);
+  RowPlace next = entry_of_lane(q.shape, call, items.row(items.first), 0);
+  for (int item = items.first; item < items.count; item += items.step) {
+    const RowPlace entry = is_valid ? next : RowPlace{-1, 0};
+    next = entry_of_lane(q.shape, call, items.row(item + items.step), 0);
+    for (int piece = items.begin(item); piece < items.end(item); ++piece) sum_piece<Wire, Out>(q, args, call, rank, entry, items.row(item), piece * kPiece);
+  }
+}
+
+template <class Wire, class Out>
+__global__ void __launch_bounds__(kPullThreads) exchange_combine_pull(const __grid_constant__ ExchangeParams q, const CombineArgs args) {
   const RankCall& call = q.call[blockIdx.y];
   const int rank = q.ranks.rank[blockIdx.y];
   begin_exchange_kernel();
@@ -91,11 +116,7 @@ __global__ void __launch_bounds__(kRowThreads) exchange_combine_pull(const __gri
     is_valid = await_signal(q, rank, kSignalPartials, partials);
     if (!is_valid) mark_lost(q, rank, call);
   }
-  const int pieces = (args.H * static_cast<int>(sizeof(Wire)) + kPiece - 1) / kPiece;
-  const std::int64_t items = static_cast<std::int64_t>(call.T) * pieces, step = static_cast<std::int64_t>(gridDim.x) * (kRowThreads / 32);
-  for (std::int64_t item = static_cast<std::int64_t>(threadIdx.x >> 5) * gridDim.x + blockIdx.x; item < items; item += step) {
-    sum_token<Wire, Out>(q, args, call, rank, static_cast<int>(item / pieces), static_cast<int>(item % pieces) * kPiece, is_valid);
-  }
+  sum_tokens<Wire, Out>(q, args, call, rank, is_valid);
   if (!waits || !last_cta(q, rank, kTicketCombine)) return;
   close_epoch(q, rank, kSignalPartials, partials);
   post_only(q, rank, kSignalPulled);
@@ -116,7 +137,8 @@ const void* combine_pull_kernel(RowType wire, RowType out) {
 
 void launch_combine_pull(const ExchangeParams& q, const CombineArgs& args, RowType wire, RowType out, int ctas, bool overlap, cudaStream_t stream) {
   with_types(wire, out, [&](auto* w, auto* o) {
-    launch_ranks(exchange_combine_pull<std::remove_pointer_t<decltype(w)>, std::remove_pointer_t<decltype(o)>>, ctas, kRowThreads, 0, overlap, stream, q, args);
+    launch_ranks(exchange_combine_pull<std::remove_pointer_t<decltype(w)>, std::remove_pointer_t<decltype(o)>>, ctas, kPullThreads, 0, overlap, stream, q,
+                 args);
   });
 }
 

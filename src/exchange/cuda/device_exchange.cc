@@ -100,7 +100,7 @@ ExchangeParams DeviceExchange::with(const DeviceHandle& handle) const {
 // CTAs a rank of a kernel whose CTAs wait for peers: all of them must be resident together.
 int DeviceExchange::spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const {
   const DeviceGuard guard(device_);
-  if (smem > 48 * 1024) WB_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
+  if (smem > kPlainSharedBytes) WB_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
   int blocks = 0;
   WB_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, smem));
   const int ctas = std::min(wanted, blocks * num_sms_ / num_ranks());
@@ -219,7 +219,7 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
     launch_combine_bulk(q, args, from, to, ctas, warps, stages, tuning_.overlap_launches, stream);
     return check_launch("exchange_combine_bulk");
   }
-  const int ctas = spinning_ctas(combine_pull_kernel(from, to), kRowThreads, 0, tuning_.combine_ctas);
+  const int ctas = spinning_ctas(combine_pull_kernel(from, to), kPullThreads, 0, tuning_.combine_ctas);
   launch_combine_pull(q, args, from, to, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_combine_pull");
 }

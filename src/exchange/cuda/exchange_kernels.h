@@ -68,7 +68,7 @@ void launch_unpermute_reduce(const ExchangeParams& q, const RowsArgs& args, RowT
 void launch_unpermute_backward(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType dz, int ctas, bool overlap, cudaStream_t stream);
 
 // Kernels whose CTAs wait for peers before they go on, with their threads and dynamic shared memory: how many fit on a GPU at a time.
-inline constexpr int kRowThreads = 512;
+inline constexpr int kRowThreads = 512, kPullThreads = 384;
 const void* dispatch_push_kernel();
 const void* dispatch_bulk_kernel();
 const void* dispatch_pull_kernel();
@@ -80,12 +80,15 @@ const void* slot_values_return_kernel(int id_bytes);
 std::size_t dispatch_bulk_smem(const DispatchArgs& args, int D, int warps);
 std::size_t combine_bulk_smem(int warps, int stages);
 
+// Dynamic shared memory that needs no attribute beside the kernels' static share of the 48 KB.
+inline constexpr std::size_t kPlainSharedBytes = 32 * 1024;
+
 // Queues kernel(args...) on a grid of (ctas, ranks of the launch).
 template <class... Params, class... Args>
 void launch_ranks(void (*kernel)(ExchangeParams, Params...), int ctas, int threads, std::size_t smem, bool overlap, cudaStream_t stream,
                   const ExchangeParams& q, const Args&... args) {
   static_assert((std::is_same_v<Params, Args> && ...), "the arguments are passed by address: their types must be the kernel's");
-  if (smem > 48 * 1024) (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
+  if (smem > kPlainSharedBytes) (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -25,19 +25,27 @@ __device__ __forceinline__ RowSlots load_slots(const ExchangeShape& shape, const
   return slots;
 }
 
-// The slots of a row that will be read next: fetched while the row before it moves. begin = end: none.
-struct NextRow {
-  int begin = 0, end = 0;
-  RowSlots slots{0, 1.0f, 0};
+// Reads a row's bounds two items ahead of their use and its slots one ahead, so that neither is waited for.
+struct RowAhead {
+  int begin, end;            // of the row to be moved
+  RowSlots slots;            // its first 32 slots
+  int next_begin, next_end;  // of the row behind it
+
+  __device__ __forceinline__ void bounds(const ExchangeShape& shape, const RankCall& call, int row, int R) {
+    const int* offsets = handle_part<int>(call, shape.h_row_slot_offsets) + row;
+    next_begin = row < R ? offsets[0] : 0, next_end = row < R ? offsets[1] : 0;
+  }
+  __device__ __forceinline__ void start(const ExchangeShape& shape, const RankCall& call, int row, int row_behind, int R, bool weighted) {
+    bounds(shape, call, row, R);
+    advance(shape, call, row_behind, R, weighted);
+  }
+  // The row behind becomes the one to be moved.
+  __device__ __forceinline__ void advance(const ExchangeShape& shape, const RankCall& call, int row_behind, int R, bool weighted) {
+    begin = next_begin, end = next_end;
+    slots = load_slots(shape, call, begin, end, weighted);
+    bounds(shape, call, row_behind, R);
+  }
 };
-__device__ __forceinline__ NextRow fetch_row(const ExchangeShape& shape, const RankCall& call, std::int64_t row, int R, bool weighted) {
-  NextRow next;
-  if (row >= R) return next;
-  const int* offsets = handle_part<int>(call, shape.h_row_slot_offsets) + row;
-  next.begin = offsets[0], next.end = offsets[1];
-  next.slots = load_slots(shape, call, next.begin, next.end, weighted);
-  return next;
-}
 
 // visit(s) for every padding slot, by the warps of the grid.
 template <class Visit>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows to expert order: y[slot] = rows[row of slot], padding slots 0.
 //
-// Grid (ctas, ranks), 512 threads, a warp a (row, piece of 1 KB): a row is read once and written for each of its slots. a: rows [R, H],
+// Grid (ctas, ranks), 512 threads, a warp a row in pieces of 1 KB: a row is read once and written for each of its slots. a: rows [R, H],
 // c: y [S_padded, H]. Bytes: R rows read, S_padded written.
 #include "exchange/cuda/expert_rows.cuh"
 
@@ -11,40 +11,43 @@ namespace {
 constexpr int kVectors = 2;
 constexpr int kPiece = kVectors * 32 * 16;
 
-__global__ void __launch_bounds__(kRowThreads) exchange_permute(const __grid_constant__ ExchangeParams q, const RowsArgs args, const int element_bytes) {
+__global__ void __launch_bounds__(kRowThreads, 2) exchange_permute(const __grid_constant__ ExchangeParams q, const RowsArgs args, const int element_bytes) {
   const ExchangeShape& shape = q.shape;
   const RankCall& call = q.call[blockIdx.y];
   const int lane = static_cast<int>(threadIdx.x) & 31, row_bytes = args.H * element_bytes;
   begin_exchange_kernel();
-  const int R = header_of(call)->R, pieces = (row_bytes + kPiece - 1) / kPiece;
-  const int warp = static_cast<int>(threadIdx.x >> 5) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  const int num_warps = static_cast<int>(gridDim.x) * (kRowThreads / 32);
+  const int R = header_of(call)->R;
+  const RowItems items(R, (row_bytes + kPiece - 1) / kPiece);
   const auto* rows = static_cast<const unsigned char*>(call.a);
   auto* y = static_cast<unsigned char*>(call.c);
   const std::int64_t row_stride = args.row_stride * element_bytes, slot_stride = args.slot_stride * element_bytes;
-  NextRow next = fetch_row(shape, call, warp / pieces, R, false);
-  for (std::int64_t item = warp; item < static_cast<std::int64_t>(R) * pieces; item += num_warps) {
-    const auto row = static_cast<int>(item / pieces);
-    const int at = static_cast<int>(item % pieces) * kPiece + lane * 16;
-    const NextRow own = next;
-    uint4 v[kVectors] = {};
+  RowAhead ahead;
+  ahead.start(shape, call, items.row(items.first), items.row(items.first + items.step), R, false);
+  for (int item = items.first; item < items.count; item += items.step) {
+    const RowSlots first_slots = ahead.slots;
+    const int begin = ahead.begin, end = ahead.end, row = items.row(item);
+    for (int piece = items.begin(item); piece < items.end(item); ++piece) {
+      const int at = piece * kPiece + lane * 16;
+      uint4 v[kVectors] = {};
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (at + i * 512 < row_bytes) v[i] = load_row(rows + row * row_stride + at + i * 512);
-    }
-    next = fetch_row(shape, call, (item + num_warps) / pieces, R, false);
-    for (int first = own.begin; first < own.end; first += 32) {
-      const RowSlots slots = first == own.begin ? own.slots : load_slots(shape, call, first, own.end, false);
-      for (int j = 0; j < slots.num; ++j) {
-        unsigned char* to = y + __shfl_sync(ptx::kFullWarp, slots.position, j) * slot_stride;
+      for (int i = 0; i < kVectors; ++i) {
+        if (at + i * 512 < row_bytes) v[i] = load_row(rows + row * row_stride + at + i * 512);
+      }
+      if (piece + 1 >= items.end(item)) ahead.advance(shape, call, items.row(item + 2 * items.step), R, false);  // beside the row's own loads
+      for (int first = begin; first < end; first += 32) {
+        const RowSlots slots = first == begin ? first_slots : load_slots(shape, call, first, end, false);
+        for (int j = 0; j < slots.num; ++j) {
+          unsigned char* to = y + __shfl_sync(ptx::kFullWarp, slots.position, j) * slot_stride;
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          if (at + i * 512 < row_bytes) store_row(to + at + i * 512, v[i]);
+          for (int i = 0; i < kVectors; ++i) {
+            if (at + i * 512 < row_bytes) store_row(to + at + i * 512, v[i]);
+          }
         }
       }
     }
+    if (items.begin(item) >= items.end(item)) ahead.advance(shape, call, items.row(item + 2 * items.step), R, false);
   }
-  for_padding(shape, call, num_warps, warp, [&](int s) {
+  for_padding(shape, call, items.step, items.first, [&](int s) {
     for (int at = lane * 16; at < row_bytes; at += 512) store_row(y + s * slot_stride + at, uint4{0, 0, 0, 0});
   });
 }

@@ -61,7 +61,7 @@ __device__ __forceinline__ void read_matrix(const ExchangeParams& q, int rank, c
   status.slot_capacity = shape.slot_budget, status.row_capacity = shape.row_budget;
 }
 
-template <class Id>
+template <class Id, int kChunks>
 __global__ void __launch_bounds__(kPlanThreads) exchange_plan_count(const __grid_constant__ ExchangeParams q) {
   extern __shared__ __align__(16) std::uint16_t counts[];  // [64][P]
   __shared__ CountsStorage s;
@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_count(const __grid
   const int first = static_cast<int>(blockIdx.x) * kPlanTile, num_tokens = min(kPlanTile, max(0, call.T - first));
   begin_exchange_kernel();
   if (threadIdx.x == 0) num_bad = 0;
-  const int bad = count_tile(shape, static_cast<const Id*>(call.a), first, num_tokens, counts, [](int, int, int, int, int) {});
+  TileRoutes<kChunks> routes;
+  const int bad = count_tile(shape, static_cast<const Id*>(call.a), first, num_tokens, counts, routes);
   if (lane == 0 && bad > 0) atomicAdd(&num_bad, bad);
   int* tile_counts = q.window<int>(rank, shape.tile_counts);
   for (int r = warp; r < P; r += kPlanWarps) {
@@ -116,8 +117,11 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_count(const __grid
 
 void launch_plan_count(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream) {
   const std::size_t smem = static_cast<std::size_t>(kPlanTile * q.shape.P) * 2;
-  launch_ranks(q.shape.id_bytes == 2 ? exchange_plan_count<std::int16_t> : exchange_plan_count<std::int32_t>, num_tiles, kPlanThreads, smem, overlap, stream,
-               q);
+  with_chunks(q.shape.K, [&](auto chunks) {
+    constexpr int kChunks = decltype(chunks)::value;
+    launch_ranks(q.shape.id_bytes == 2 ? exchange_plan_count<std::int16_t, kChunks> : exchange_plan_count<std::int32_t, kChunks>, num_tiles, kPlanThreads, smem,
+                 overlap, stream, q);
+  });
 }
 
 }  // namespace waybill::cuda

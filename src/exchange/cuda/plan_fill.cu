@@ -14,17 +14,15 @@ namespace {
 
 // Shared memory of a tile; the host asks for its size.
 struct FillLayout {
-  std::uint32_t counts, slot_start, row_start, weights, within, ids, ranks, bytes;
+  std::uint32_t weights, counts, slot_start, ids, row_start, bytes;
   WB_HD FillLayout(int P, int K, int local_id_bytes) {
     const std::uint32_t cells = static_cast<std::uint32_t>(kPlanTile * P), slots = static_cast<std::uint32_t>(kPlanTile * K);
     weights = 0;
     counts = weights + slots * 4;
     slot_start = counts + cells * 2;
-    within = slot_start + cells * 2;
-    ids = within + slots * 2;
+    ids = slot_start + cells * 2;
     row_start = ids + slots * static_cast<std::uint32_t>(local_id_bytes);
-    ranks = row_start + cells;
-    bytes = ranks + slots;
+    bytes = row_start + cells;
   }
 };
 
@@ -68,7 +66,7 @@ __device__ __forceinline__ void write_entries(const ExchangeParams& q, const Ran
   for (int d = used + lane; d < shape.D; d += 32) entries[d] = RowEntry{-1, 0, 0, 0};
 }
 
-template <class Id, class LocalId>
+template <class Id, class LocalId, int kChunks>
 __global__ void __launch_bounds__(kPlanThreads) exchange_plan_fill(const __grid_constant__ ExchangeParams q) {
   extern __shared__ __align__(16) unsigned char smem[];
   __shared__ TileBases base;
@@ -80,9 +78,7 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_fill(const __grid_
   const FillLayout layout(P, shape.K, sizeof(LocalId));
   auto* counts = reinterpret_cast<std::uint16_t*>(smem + layout.counts);
   auto* slot_start = reinterpret_cast<std::uint16_t*>(smem + layout.slot_start);
-  auto* within = reinterpret_cast<std::uint16_t*>(smem + layout.within);
   auto* row_start = smem + layout.row_start;
-  auto* ranks = smem + layout.ranks;
   auto* stage_ids = reinterpret_cast<LocalId*>(smem + layout.ids);
   auto* stage_weights = reinterpret_cast<float*>(smem + layout.weights);
   begin_exchange_kernel();
@@ -93,12 +89,10 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_fill(const __grid_
     base.rows[r] = handle_part<int>(call, shape.h_base)[r] + tiles[r * shape.plan_tiles + tile];
     base.slots[r] = handle_part<int>(call, shape.h_base)[P + r] + tiles[(P + r) * shape.plan_tiles + tile];
   }
-  for (int i = static_cast<int>(threadIdx.x); i < kPlanTile * shape.K; i += kPlanThreads) ranks[i] = 0xff;
-  const auto* ids = static_cast<const Id*>(call.a);
-  (void)count_tile(shape, ids, first, num_tokens, counts, [&](int token, int k, int, int r, int earlier) {
-    ranks[token * shape.K + k] = static_cast<std::uint8_t>(r);
-    within[token * shape.K + k] = static_cast<std::uint16_t>(earlier);
-  });
+  TileRoutes<kChunks> routes;
+  float weights[kTokensPerWarp][kChunks];
+  load_tile_values<kChunks>(static_cast<const float*>(call.b), shape.K, first, num_tokens, 0.0f, weights);
+  (void)count_tile(shape, static_cast<const Id*>(call.a), first, num_tokens, counts, routes);
   for (int r = warp; r < P; r += kPlanWarps) scan_tokens(counts, P, r, slot_start, row_start, &base.num_slots[r]);
   __syncthreads();
   if (warp == 0) {  // places in the stage, ranks in order
@@ -111,14 +105,16 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_fill(const __grid_
     }
   }
   __syncthreads();
-  const auto* weights = static_cast<const float*>(call.b) + static_cast<std::int64_t>(first) * shape.K;
-  const Id* tile_ids = ids + static_cast<std::int64_t>(first) * shape.K;
-  for (int i = static_cast<int>(threadIdx.x); i < num_tokens * shape.K; i += kPlanThreads) {
-    const int r = ranks[i];
-    if (r == 0xff) continue;
-    const int place = base.stage[r] + slot_start[i / shape.K * P + r] + within[i];
-    stage_ids[place] = static_cast<LocalId>(local_of_id(shape, tile_ids[i], r));
-    stage_weights[place] = weights[i];
+#pragma unroll
+  for (int i = 0; i < kTokensPerWarp; ++i) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int r = routes.rank[i][c];
+      if (r < 0) continue;
+      const int place = base.stage[r] + slot_start[tile_token(i) * P + r] + routes.before[i][c];
+      stage_ids[place] = static_cast<LocalId>(local_of_id(shape, routes.id[i][c], r));
+      stage_weights[place] = weights[i][c];
+    }
   }
   for (int token = warp; token < num_tokens; token += kPlanWarps) {
     write_entries(q, call, first + token, counts + token * P, slot_start + token * P, row_start + token * P, base);
@@ -136,17 +132,20 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_plan_fill(const __grid_
   if (last_cta(q, rank, kTicketPlanFill)) post_only(q, rank, kSignalMeta);
 }
 
-template <class Id>
+template <class Id, int kChunks>
 auto pick(int local_id_bytes) {
-  return local_id_bytes == 2 ? exchange_plan_fill<Id, std::int16_t> : exchange_plan_fill<Id, std::int32_t>;
+  return local_id_bytes == 2 ? exchange_plan_fill<Id, std::int16_t, kChunks> : exchange_plan_fill<Id, std::int32_t, kChunks>;
 }
 
 }  // namespace
 
 void launch_plan_fill(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream) {
   const FillLayout layout(q.shape.P, q.shape.K, q.shape.local_id_bytes);
-  launch_ranks(q.shape.id_bytes == 2 ? pick<std::int16_t>(q.shape.local_id_bytes) : pick<std::int32_t>(q.shape.local_id_bytes), num_tiles, kPlanThreads,
-               layout.bytes, overlap, stream, q);
+  with_chunks(q.shape.K, [&](auto chunks) {
+    constexpr int kChunks = decltype(chunks)::value;
+    const auto kernel = q.shape.id_bytes == 2 ? pick<std::int16_t, kChunks>(q.shape.local_id_bytes) : pick<std::int32_t, kChunks>(q.shape.local_id_bytes);
+    launch_ranks(kernel, num_tiles, kPlanThreads, layout.bytes, overlap, stream, q);
+  });
 }
 
 }  // namespace waybill::cuda

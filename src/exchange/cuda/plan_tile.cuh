@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of routes: which ranks its tokens go to. Shared by the two kernels of the plan, so that they count alike.
+// A tile of routes: which ranks its tokens go to. Shared by the two kernels of the plan, so that they count alike. A warp has four tokens,
+// a lane their routes k = lane, lane + 32, ...: read once, at the start, and kept in registers.
 //
-// Worked example, E = 4, P = 2, token ids {2, 0, 3, -1}: ranks {1, 0, 1, -}; counts {rank 0: 1, rank 1: 2}; within = {0, 0, 1, -}.
+// Worked example, E = 4, P = 2, token ids {2, 0, 3, -1}: ranks {1, 0, 1, -}; counts {rank 0: 1, rank 1: 2}; before = {0, 0, 1, -}.
 #pragma once
 
 #include "exchange/cuda/exchange_signal.cuh"
@@ -16,7 +17,6 @@ inline constexpr int kTokensPerWarp = kPlanTile / kPlanWarps;
 __device__ __forceinline__ bool is_valid_id(int id, int E) { return id >= 0 && id < E; }
 __device__ __forceinline__ bool is_wrong_id(int id, int E) { return id < -1 || id >= E; }
 
-template <class Id>
 __device__ __forceinline__ int rank_of_id(const ExchangeShape& shape, int id) {
   return shape.rank_table != nullptr ? __ldg(shape.rank_table + id) : id / shape.L;
 }
@@ -24,41 +24,68 @@ __device__ __forceinline__ int local_of_id(const ExchangeShape& shape, int id, i
   return shape.local_table != nullptr ? __ldg(shape.local_table + id) : id - rank * shape.L;
 }
 
-// counts [64][P]: slots of each token at each rank. visit(token of the tile, k, id, rank, slots of the token at that rank before k) for
-// every valid route. Returns the number of bad ids of this warp's tokens. Ends with a barrier.
-template <class Id, class Visit>
+// kChunks: 32 routes each; K <= 32 * kChunks.
+template <int kChunks>
+struct TileRoutes {
+  int id[kTokensPerWarp][kChunks];      // -1 where there is none
+  int rank[kTokensPerWarp][kChunks];    // -1 where there is no valid route
+  int before[kTokensPerWarp][kChunks];  // slots of the token at that rank before k
+};
+
+// Token of the tile that index i of this warp stands for.
+__device__ __forceinline__ int tile_token(int i) { return (static_cast<int>(threadIdx.x) >> 5) + i * kPlanWarps; }
+
+// values [T, K] of the tile's tokens, `otherwise` where there are none.
+template <int kChunks, class T, class Out>
+__device__ __forceinline__ void load_tile_values(const T* __restrict__ values, int K, int first, int num_tokens, Out otherwise,
+                                                 Out (&out)[kTokensPerWarp][kChunks]) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+#pragma unroll
+  for (int i = 0; i < kTokensPerWarp; ++i) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int token = tile_token(i), k = c * 32 + lane;
+      out[i][c] = token < num_tokens && k < K ? static_cast<Out>(values[static_cast<std::int64_t>(first + token) * K + k]) : otherwise;
+    }
+  }
+}
+
+// counts [64][P]: slots of each token at each rank; `routes` beside it. Returns the number of bad ids of this warp's tokens. Ends with a
+// barrier.
+template <int kChunks, class Id>
 __device__ __forceinline__ int count_tile(const ExchangeShape& shape, const Id* __restrict__ ids, int first, int num_tokens, std::uint16_t* counts,
-                                          const Visit& visit) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+                                          TileRoutes<kChunks>& routes) {
+  load_tile_values<kChunks>(ids, shape.K, first, num_tokens, -1, routes.id);
   for (int i = static_cast<int>(threadIdx.x); i < kPlanTile * shape.P; i += kPlanThreads) counts[i] = 0;
   __syncthreads();
   int num_bad = 0;
-  for (int k0 = 0; k0 < shape.K; k0 += 32) {
-    int id[kTokensPerWarp];
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
     for (int i = 0; i < kTokensPerWarp; ++i) {
-      const int token = warp + i * kPlanWarps;
-      id[i] = -1;
-      if (token < num_tokens && k0 + lane < shape.K) id[i] = ids[static_cast<std::int64_t>(first + token) * shape.K + k0 + lane];
-    }
-#pragma unroll
-    for (int i = 0; i < kTokensPerWarp; ++i) {
-      const int token = warp + i * kPlanWarps;
-      const bool is_valid = is_valid_id(id[i], shape.E);
-      num_bad += __popc(__ballot_sync(ptx::kFullWarp, is_wrong_id(id[i], shape.E)));
-      const int rank = is_valid ? rank_of_id<Id>(shape, id[i]) : -1;
-      const unsigned same = __match_any_sync(ptx::kFullWarp, rank);
-      const unsigned before = same & ptx::lanemask_lt();
-      std::uint16_t* count = counts + token * shape.P + rank;
-      const int earlier = is_valid ? *count : 0;
+      const int id = routes.id[i][c];
+      const bool is_valid = is_valid_id(id, shape.E);
+      num_bad += __popc(__ballot_sync(ptx::kFullWarp, is_wrong_id(id, shape.E)));
+      const int rank = is_valid ? rank_of_id(shape, id) : -1;
+      const unsigned same = __match_any_sync(ptx::kFullWarp, rank), below = same & ptx::lanemask_lt();
+      std::uint16_t* count = counts + tile_token(i) * shape.P + rank;
+      const int earlier = is_valid && c > 0 ? *count : 0;
       __syncwarp();
-      if (is_valid && before == 0) *count = static_cast<std::uint16_t>(earlier + __popc(same));
-      __syncwarp();
-      if (is_valid) visit(token, k0 + lane, id[i], rank, earlier + __popc(before));
+      if (is_valid && below == 0) *count = static_cast<std::uint16_t>(earlier + __popc(same));
+      if (kChunks > 1) __syncwarp();
+      routes.rank[i][c] = rank, routes.before[i][c] = earlier + __popc(below);
     }
   }
   __syncthreads();
   return num_bad;
+}
+
+// Calls body(constant with the value of kChunks) for K.
+template <class Body>
+void with_chunks(int K, const Body& body) {
+  if (K <= 32) return body(std::integral_constant<int, 1>());
+  if (K <= 64) return body(std::integral_constant<int, 2>());
+  body(std::integral_constant<int, 4>());
 }
 
 }  // namespace waybill::cuda

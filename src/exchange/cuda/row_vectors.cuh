@@ -13,6 +13,22 @@ namespace waybill::cuda {
 __device__ __forceinline__ uint4 load_row(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
 __device__ __forceinline__ void store_row(void* p, uint4 v) { __stcs(static_cast<uint4*>(p), v); }
 
+// How the warps of a grid row share rows of `pieces` pieces: item = a row, or an equal part of its pieces where there are fewer than four rows
+// a warp. Items of a warp are `step` apart. Counts in 31 bits: rows times parts stay below rows + 4 * warps * pieces.
+struct RowItems {
+  int parts, per_part, pieces, count, first, step;
+  __device__ __forceinline__ RowItems(int rows, int num_pieces) : pieces(num_pieces) {
+    step = static_cast<int>(gridDim.x * (blockDim.x / 32));
+    first = static_cast<int>((threadIdx.x >> 5) * gridDim.x + blockIdx.x);
+    parts = rows > 0 ? min(pieces, max(1, (4 * step + rows - 1) / rows)) : 1;
+    per_part = (pieces + parts - 1) / parts;
+    count = rows * parts;
+  }
+  __device__ __forceinline__ int row(int item) const { return parts == 1 ? item : item / parts; }
+  __device__ __forceinline__ int begin(int item) const { return parts == 1 ? 0 : item % parts * per_part; }
+  __device__ __forceinline__ int end(int item) const { return min(pieces, begin(item) + per_part); }
+};
+
 // 16 bytes as floats and back; bf16 rounds to nearest even.
 template <class T>
 struct Vector;

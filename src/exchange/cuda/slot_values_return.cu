@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) exchange_slot_values_return(co
     for (int k0 = 0; k0 < shape.K; k0 += 32) {
       const std::int64_t place = static_cast<std::int64_t>(t) * shape.K + k0 + lane;
       const int id = k0 + lane < shape.K ? ids[place] : -1;
-      const int at = is_valid && is_valid_id(id, shape.E) ? rank_of_id<Id>(shape, id) : -1;
+      const int at = is_valid && is_valid_id(id, shape.E) ? rank_of_id(shape, id) : -1;
       const unsigned same = __match_any_sync(ptx::kFullWarp, at), before = same & ptx::lanemask_lt();
       float value = 0.0f;
       int slot = 0;
