@@ -107,6 +107,16 @@ TEST(RouterBench, GroupLimitedRoutingTakesLoadsOfKeptGroupsAndRefusesOthers) {
     RouterProblem problem(options_of("mine"), shape, Route::from_ids(3, 3, 16, std::vector<std::int32_t>{2, 0, 1, 15, 4, 12, 7, 9, 8}));
     EXPECT_EQ(route_and_compare(problem), "accepted");
   }
+  // One expert in each of four groups of eight: without the other experts of these groups being raised too, groups without a route would be kept.
+  BenchShape spread = shape_of(200, 64, 4, ScoreFunction::kSigmoid);
+  spread.router.num_groups = 8;
+  spread.router.num_kept_groups = 4;
+  std::vector<std::int32_t> ids;
+  for (std::int32_t t = 0; t < 200; ++t) {
+    for (std::int32_t k = 0; k < 4; ++k) ids.push_back((t * 3 + k * 2) % 8 * 8 + (t * 5 + k) % 8);
+  }
+  RouterProblem problem(options_of("mine"), spread, Route::from_ids(200, 4, 64, ids));
+  EXPECT_EQ(route_and_compare(problem), "accepted");
   EXPECT_THAT(error_of([&] {
                 RouterProblem(options_of("mine"), shape, Route::from_ids(2, 3, 16, std::vector<std::int32_t>{0, 1, 2, 0, 5, 10}));
               }),
