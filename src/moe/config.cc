@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules of a layer's configuration. Nothing is changed or sent before they hold.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -17,6 +18,16 @@ void check_sizes(const MoeConfig& c) {
   WB_CHECK(c.shared_F >= 0, "shared_F = {} must not be negative (0 = no shared expert)", c.shared_F);
   WB_CHECK(c.T_max >= 0 && c.T_max <= std::numeric_limits<std::int32_t>::max(), "T_max = {} must be in 0..2^31-1", c.T_max);
   WB_CHECK(c.alignment >= 1, "alignment = {} must be at least 1", c.alignment);
+}
+
+// Sizes whose products are computed in 64 bits, all experts' first matrix being the largest tensor.
+void check_products(const MoeConfig& c) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  WB_CHECK(c.H <= kMax && c.latent <= kMax && c.F <= kMax && c.shared_F <= kMax && c.E <= kMax,
+           "H = {}, latent = {}, F = {}, shared_F = {} and E = {} must be below 2^31", c.H, c.latent, c.F, c.shared_F, c.E);
+  const auto elements = static_cast<__int128>(c.E) * 2 * c.F * std::max(c.H, c.latent);
+  WB_CHECK(elements <= std::numeric_limits<std::int64_t>::max() / 8, "E = {} experts of F = {} have more than 2^60 weights at a width of {}", c.E, c.F,
+           std::max(c.H, c.latent));
 }
 
 void check_layout(const MoeConfig& c, int P) {
@@ -71,6 +82,7 @@ void check_capacity(const MoeConfig& c) {
 
 void validate(const MoeConfig& config, int P) {
   check_sizes(config);
+  check_products(config);
   check_layout(config, P);
   check_losses(config);
   check_activation(config);
