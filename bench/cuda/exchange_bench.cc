@@ -83,7 +83,9 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
          want.gather, ok);
   if (c.scale_bytes > 0) return;
   record("x to rows for the GEMM", name, "permuted copy, serial",
-         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, want.copy, ok);
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, 0, ok);
+  record("x to rows for the GEMM", name, "permuted copy", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute(p, i, s); }),
+         fresh + copy, want.copy, ok);
   record("permute", name, "", time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }), copy, 0, ok);
   record("unpermute_reduce", name, "", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }), copy, 0, ok);
   record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
@@ -112,6 +114,7 @@ void measure_local(const ExchangeShapeCase& c, double permute_target, double unp
 // Rates that the floors stand beside, of this run: memory copy, and both ways over the link by the copy engine.
 void anchors(const std::vector<int>& devices) {
   constexpr std::size_t kBytes = std::size_t{512} << 20;
+  const CudaLocalGroup peers(static_cast<int>(devices.size()), devices, 4096);  // switches peer access on
   std::vector<DeviceBuffer> from, to;
   for (const int device : devices) from.emplace_back(kBytes, device), to.emplace_back(kBytes, device);
   std::vector<std::unique_ptr<CudaStream>> streams;
@@ -142,7 +145,7 @@ void anchors(const std::vector<int>& devices) {
 void tune_dispatch(ExchangeGroup& g, const std::string& name) {
   const ExchangeTuning saved = g.tuning();
   const auto time = [&] { return g.time([&](Part& p, int i, cudaStream_t s) { g.dispatch(p, i, false, s); }, 6, 7).p50; };
-  for (const int ctas : {8, 16, 24, 32, 64}) {
+  for (const int ctas : {8, 10, 12, 14, 16, 18, 20, 22, 24, 32, 64}) {
     std::string line = fmt::format("tune dispatch {:<22} {:3} CTAs |", name, ctas);
     ExchangeTuning t = saved;
     t.dispatch_ctas = ctas, t.dispatch = DispatchPath::kPush;
@@ -169,8 +172,7 @@ void tune_combine(ExchangeGroup& g, const std::string& name) {
     g.set_tuning(t);
     line = fmt::format("tune combine {:<22} {:3} CTAs | plain {:.1f} | push {:.1f} | bulk warps x stages:", name, ctas, time(),
                        g.time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }, 6, 7).p50);
-    for (const auto& [warps, stages] :
-         {std::array{4, 4}, std::array{4, 8}, std::array{4, 16}, std::array{8, 4}, std::array{8, 12}, std::array{16, 2}, std::array{16, 6}}) {
+    for (const auto& [warps, stages] : {std::array{8, 4}, std::array{16, 2}, std::array{16, 3}, std::array{16, 4}, std::array{16, 6}}) {
       t.combine = CombinePath::kBulk, t.combine_warps = warps, t.combine_stages = stages;
       g.set_tuning(t);
       line += fmt::format(" [{}x{}] {:.1f}", warps, stages, time());

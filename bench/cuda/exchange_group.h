@@ -143,6 +143,17 @@ class ExchangeGroup {
     p.joined.record(p.side);
     p.joined.wait_on(s);
   }
+  // x to expert rows with the own half permuted while the link is busy.
+  void dispatch_and_permute(Part& p, int i, cudaStream_t s) const {
+    p.forked.record(s);
+    p.forked.wait_on(p.side);
+    layout(p, p.side);
+    dispatch(p, i, true, s);
+    p.exchange.permute_own(p.handle, DType::kBF16, p.x[static_cast<std::size_t>(i % kSets)], p.y, p.side);
+    p.joined.record(p.side);
+    p.joined.wait_on(s);
+    p.exchange.permute_others(p.handle, DType::kBF16, p.rows, p.y, s);
+  }
   void permute(Part& p, cudaStream_t s) const { p.exchange.permute(p.handle, DType::kBF16, p.rows, p.y, s); }
   void unpermute(Part& p, cudaStream_t s) const { p.exchange.unpermute_reduce(p.handle, DType::kBF16, p.y, false, p.exchange.wire(), p.z, true, s); }
   void combine(Part& p, cudaStream_t s) const { p.exchange.combine(p.handle, z_window, DType::kBF16, p.out, s); }
@@ -163,18 +174,19 @@ class ExchangeGroup {
 
   // Identity experts on integer stamps: every token comes back times its routes, exactly.
   bool check() {
+    if (c_.scale_bytes > 0) return check_bytes();
+    return check_step(
+               [&](Part& p, int i, cudaStream_t s) { plan(p, i, s), layout(p, s), dispatch(p, i, true, s), permute(p, s), unpermute(p, s), combine(p, s); }) &&
+           check_step([&](Part& p, int i, cudaStream_t s) { plan(p, i, s), dispatch_and_permute(p, i, s), unpermute(p, s), combine_push(p, s); });
+  }
+  bool check_step(const Step& step) {
     for (auto& p : parts) {
       const DeviceGuard guard(p->device);
-      for (int i = 0; i < p->exchange.num_ranks(); ++i) {
-        const auto n = static_cast<std::size_t>(i);
-        WB_TRY_CUDA(cudaMemset(p->out[n].data, 0xff, static_cast<std::size_t>(c_.T * c_.H) * 2));
-        WB_TRY_CUDA(cudaMemset(p->y[n].data, 0xff, static_cast<std::size_t>(p->exchange.budget().padded_slots * c_.H) * 2));
-      }
+      for (const DeviceRows& out : p->out) WB_TRY_CUDA(cudaMemset(out.data, 0xff, static_cast<std::size_t>(c_.T * c_.H) * 2));
+      for (const DeviceRows& y : p->y) WB_TRY_CUDA(cudaMemset(y.data, 0xff, static_cast<std::size_t>(p->exchange.budget().padded_slots * c_.H) * 2));
       WB_TRY_CUDA(cudaDeviceSynchronize());
     }
-    if (c_.scale_bytes > 0) return check_bytes();
-    const std::string error =
-        run([&](Part& p, int i, cudaStream_t s) { plan(p, i, s), layout(p, s), dispatch(p, i, true, s), permute(p, s), unpermute(p, s), combine(p, s); });
+    const std::string error = run(step);
     if (!error.empty()) return fmt::print("{}\n", error), false;
     for (auto& p : parts) {
       const DeviceGuard guard(p->device);

@@ -18,7 +18,7 @@ namespace ts = waybill::testing_support;
 struct GpuOptions {
   std::vector<int> devices{0};
   DType x_dtype = DType::kF32, out_dtype = DType::kF32;
-  bool weighted = false, push_combine = false, pull_dispatch = false, handshake = false;
+  bool weighted = false, push_combine = false, pull_dispatch = false, handshake = false, split_permute = false;
   ExchangeTuning tuning;
   std::chrono::milliseconds timeout{5000};
   std::vector<int> absent;  // ranks that never come
@@ -108,7 +108,12 @@ class GpuGroup {
     } else {
       e.dispatch(part.handle, options_.x_dtype, part.x, rows_window_, !options_.handshake, stream);
     }
-    e.permute(part.handle, options_.x_dtype, part.rows, part.y, stream);
+    if (options_.split_permute) {
+      e.permute_own(part.handle, options_.x_dtype, part.x, part.y, stream);
+      e.permute_others(part.handle, options_.x_dtype, part.rows, part.y, stream);
+    } else {
+      e.permute(part.handle, options_.x_dtype, part.rows, part.y, stream);
+    }
     e.unpermute_reduce(part.handle, options_.x_dtype, part.y, options_.weighted, wire_, part.z, true, stream);
     if (options_.push_combine) {
       e.combine_push(part.handle, z_window_, slots_window_, options_.out_dtype, part.out, stream);

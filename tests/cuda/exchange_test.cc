@@ -31,6 +31,7 @@ TEST_P(ExchangeCuda, EqualsTheCpuEngineToTheBit) {
       GpuOptions options;
       options.tuning.dispatch = path, options.weighted = half, options.handshake = half;
       options.tuning.combine = path == DispatchPath::kPush ? CombinePath::kPull : CombinePath::kBulk;
+      options.split_permute = half, options.tuning.fused_plan = half == (path == DispatchPath::kBulk);
       options.x_dtype = half ? DType::kBF16 : DType::kF32, options.out_dtype = options.x_dtype;
       ExchangeConfig config = config_of(group);
       config.combine_wire = half ? CombineWire::kBF16 : CombineWire::kF32, config.alignment = half ? 8 : 1;

@@ -58,6 +58,10 @@ DeviceExchange::DeviceExchange(const ExchangeConfig& config, const ExpertPlaceme
   s.slot_weights = windows.slot_weights, s.slot_values = windows.slot_values, s.tile_counts = windows.tile_counts, s.expert_tiles = windows.expert_tiles;
   rank_table_ = upload_table(placement.rank_table, placement.E, device), local_table_ = upload_table(placement.local_table, placement.E, device);
   s.rank_table = rank_table_.as<std::int32_t>(), s.local_table = local_table_.as<std::int32_t>();
+  {
+    const DeviceGuard guard(device);
+    plan_fused_ctas_ = plan_fused_ctas(s, num_sms_);
+  }
   for (int i = 0; i < ranks.count; ++i) {
     status_.emplace_back(device);
     params_.call[i].status = status_.back().device_ptr();
@@ -108,8 +112,9 @@ int DeviceExchange::spinning_ctas(const void* kernel, int threads, std::size_t s
   return ctas;
 }
 
-int DeviceExchange::local_ctas() const {
-  const int all = tuning_.local_ctas > 0 ? tuning_.local_ctas : 2 * num_sms_;
+// Of all ranks together, `per_sm` an SM unless the tuning says otherwise.
+int DeviceExchange::local_ctas(int per_sm) const {
+  const int all = tuning_.local_ctas > 0 ? tuning_.local_ctas : per_sm * num_sms_;
   return std::max(1, all / num_ranks());
 }
 
@@ -132,6 +137,10 @@ void DeviceExchange::plan(DeviceHandle& handle, std::span<const DeviceRoute> rou
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < routes.size(); ++i) q.call[i].a = routes[i].ids, q.call[i].b = routes[i].weights;
   const int tiles = std::max(1, static_cast<int>((most + kPlanTile - 1) / kPlanTile));
+  if (tuning_.fused_plan && tiles * num_ranks() <= plan_fused_ctas_) {
+    launch_plan_fused(q, tiles, tuning_.overlap_launches, stream);
+    return check_launch("exchange_plan_fused");
+  }
   launch_plan_count(q, tiles, tuning_.overlap_launches, stream);
   check_launch("exchange_plan_count");
   launch_plan_fill(q, tiles, tuning_.overlap_launches, stream);
@@ -250,18 +259,32 @@ void DeviceExchange::return_slot_values(const DeviceHandle& handle, std::span<co
     WB_CHECK(routes[i].T == q.call[i].T, "return_slot_values: the plan was made for T = {} tokens, the route has {}", q.call[i].T, routes[i].T);
     q.call[i].a = routes[i].ids, q.call[i].c = d_weights[i];
   }
-  const int ctas = spinning_ctas(slot_values_return_kernel(q.shape.id_bytes), kRowThreads, 0, tuning_.combine_ctas);
+  const int ctas = spinning_ctas(slot_values_return_kernel(q.shape.id_bytes), kRowThreads, 0, tuning_.value_ctas);
   launch_slot_values_return(q, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_slot_values_return");
 }
 
 void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
                              cudaStream_t stream) const {
+  permute_part(handle, dtype, rows, y, kPermuteAll, stream);
+}
+void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y,
+                                 cudaStream_t stream) const {
+  permute_part(handle, dtype, x, y, kPermuteOwn, stream);
+}
+void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
+                                    cudaStream_t stream) const {
+  permute_part(handle, dtype, rows, y, kPermuteOthers, stream);
+}
+
+void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
+                                  cudaStream_t stream) const {
   check_rows("permute: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("permute: y", y, num_ranks(), config_.H, size_bytes(dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{rows[0].stride == 0 ? config_.H : rows[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0};
+  const RowsArgs args{
+      rows[0].stride == 0 ? config_.H : rows[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, part};
   launch_permute(q, args, static_cast<int>(size_bytes(dtype)), local_ctas(), tuning_.overlap_launches, stream);
   check_launch("exchange_permute");
 }
@@ -273,9 +296,13 @@ void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, s
   check_rows("unpermute_reduce: z", z, num_ranks(), config_.H, size_bytes(z_dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = z[i].data;
-  const RowsArgs args{z[0].stride == 0 ? config_.H : z[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H),
-                      weighted ? 1 : 0, z_in_window ? 1 : 0};
-  launch_unpermute_reduce(q, args, from, to, local_ctas(), tuning_.overlap_launches, stream);
+  const RowsArgs args{z[0].stride == 0 ? config_.H : z[0].stride,
+                      y[0].stride == 0 ? config_.H : y[0].stride,
+                      static_cast<std::int32_t>(config_.H),
+                      weighted ? 1 : 0,
+                      z_in_window ? 1 : 0,
+                      0};
+  launch_unpermute_reduce(q, args, from, to, local_ctas(1), tuning_.overlap_launches, stream);
   check_launch("exchange_unpermute_reduce");
 }
 
@@ -293,8 +320,8 @@ void DeviceExchange::unpermute_backward(const DeviceHandle& handle, DType dtype,
     q.call[i].a = d_weights.empty() ? nullptr : y[i].data, q.call[i].b = dz[i].data, q.call[i].c = dy[i].data;
     q.call[i].d = d_weights.empty() ? nullptr : d_weights[i];
   }
-  const RowsArgs args{dz[0].stride == 0 ? config_.H : dz[0].stride, dy[0].stride == 0 ? config_.H : dy[0].stride, static_cast<std::int32_t>(config_.H),
-                      weighted ? 1 : 0, 0};
+  const RowsArgs args{
+      dz[0].stride == 0 ? config_.H : dz[0].stride, dy[0].stride == 0 ? config_.H : dy[0].stride, static_cast<std::int32_t>(config_.H), weighted ? 1 : 0, 0, 0};
   launch_unpermute_backward(q, args, from, gradient, local_ctas(), tuning_.overlap_launches, stream);
   check_launch("exchange_unpermute_backward");
 }

@@ -124,6 +124,10 @@ class DeviceExchange {
 
   // Local steps; need layout(). y [S_padded, H] of `dtype` (f32 or bf16; permute takes any).
   void permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
+  // The same in two halves: rows that a rank sent to itself come straight from its x [T, H], so that they can move while dispatch fills the
+  // window (after layout(), on another stream); the others and the padding follow dispatch.
+  void permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y, cudaStream_t stream) const;
+  void permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
   // z [R, H] of z_dtype. z_in_window: z is memory that combine() reads on peers; the kernel waits until they have read what it held.
   void unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype, std::span<const DeviceRows> z,
                         bool z_in_window, cudaStream_t stream) const;
@@ -149,14 +153,16 @@ class DeviceExchange {
   const T* part(const DeviceHandle& handle, int index, std::uint64_t offset) const;
   ExchangeParams with(const DeviceHandle& handle) const;
   int spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const;
-  int local_ctas() const;
+  int local_ctas(int per_sm = 2) const;
   RowType row_type(const char* what, DType dtype) const;
+  void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
+                    cudaStream_t stream) const;
   DispatchArgs dispatch_args(DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales) const;
 
   ExchangeConfig config_;
   ReceiveBudget budget_;
   int device_;
-  int num_sms_ = 0, max_smem_ = 0, compute_major_ = 0;
+  int num_sms_ = 0, max_smem_ = 0, compute_major_ = 0, plan_fused_ctas_ = 0;
   ExchangeTuning tuning_;
   ExchangeParams params_{};
   std::size_t handle_bytes_ = 0;

@@ -37,16 +37,26 @@ struct CombineArgs {
   std::int32_t from_slots;  // 1: read own slots instead of the peers' partials
 };
 
+enum PermutePart : std::int32_t {
+  kPermuteAll = 0,
+  kPermuteOwn = 1,     // rows that this rank sent to itself, read from x [T, H]
+  kPermuteOthers = 2,  // the rest, and the padding
+};
+
 // Local steps. rows and z have R rows, y has S_padded.
 struct RowsArgs {
   std::int64_t row_stride, slot_stride;  // elements; multiples of 16 bytes
   std::int32_t H;
   std::int32_t weighted;
   std::int32_t await_pulled;  // 1: z lies in a window that peers may still read
+  std::int32_t part;          // permute: a PermutePart
 };
 
 void launch_plan_count(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
 void launch_plan_fill(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
+// Both in one launch of num_tiles CTAs a rank, all of which must be resident: how many CTAs the GPU holds.
+int plan_fused_ctas(const ExchangeShape& shape, int num_sms);
+void launch_plan_fused(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
 void launch_layout_count(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_layout_scan(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_layout_scatter(const ExchangeParams& q, bool overlap, cudaStream_t stream);

@@ -29,6 +29,7 @@ enum ExchangeSignal : int {
   kSignalSlots,       // push combine: my partials are in your slots
   kSignalValues,      // my slot values may be read
   kSignalValuesRead,  // I have read your slot values
+  kSignalPlanned,     // within a rank: its last CTA has the offsets
   kNumExchangeSignals,
 };
 inline constexpr int kExchangePhase = 100;

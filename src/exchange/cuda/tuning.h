@@ -21,13 +21,15 @@ enum class CombinePath : std::uint8_t {
 // CTAs of each rank, at most one an SM; the launch is cut to what the GPU holds at a time.
 struct ExchangeTuning {
   DispatchPath dispatch = DispatchPath::kAuto;
-  int dispatch_ctas = 24;
+  int dispatch_ctas = 16;
   int bulk_warps = 0;        // 0: by row size
   int bulk_stages = 0;       // a warp; 0: by row size
   int bulk_chunk_bytes = 0;  // 0: by row size
   CombinePath combine = CombinePath::kAuto;
   int combine_ctas = 32;
-  int combine_warps = 8, combine_stages = 12;  // of the bulk kernel; a stage is 2 KB of a warp
+  int combine_warps = 16, combine_stages = 2;  // of the bulk kernel; a stage is 2 KB of a warp
+  int value_ctas = 132;                        // return_slot_values: short, and all latency
+  bool fused_plan = true;                      // count and fill in one launch, where its CTAs fit on the GPU together
   int local_ctas = 0;                          // permute and its counterparts; 0: every SM twice
   bool overlap_launches = true;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert order to rows: z[row] = sum over the row's slots in order k of (weight) * y[slot], in fp32, rounded once at the end.
 //
-// Grid (ctas, ranks), 448 threads (72 registers each), a warp a row in pieces of 512 B of y, four slots in flight, two CTAs an SM. a: y [S_padded, H], c: z [R,
+// Grid (ctas, ranks), 512 threads, a warp a row (or a part of it) in pieces of 1 KB of y, four slots in flight. a: y [S_padded, H], c: z [R,
 // H]; z may be a window that peers read: args.await_pulled then waits until they have read the former partials. The sum starts with the first slot; a row
 // without slots is 0. Bytes: S rows read, R written.
 #include "exchange/cuda/expert_rows.cuh"
@@ -9,8 +9,8 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr int kThreads = 448;
-constexpr int kVectors = 1;
+constexpr int kThreads = kRowThreads;
+constexpr int kVectors = 2;
 constexpr int kBatch = 4;  // slots in flight
 constexpr int kPiece = kVectors * 32 * 16;
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ void reduce_piece(const ExchangeParams& q, const Rows
 }
 
 template <class Y, class Z>
-__global__ void __launch_bounds__(kThreads, 2) exchange_unpermute_reduce(const __grid_constant__ ExchangeParams q, const RowsArgs args) {
+__global__ void __launch_bounds__(kThreads) exchange_unpermute_reduce(const __grid_constant__ ExchangeParams q, const RowsArgs args) {
   const RankCall& call = q.call[blockIdx.y];
   const int rank = q.ranks.rank[blockIdx.y], lane = static_cast<int>(threadIdx.x) & 31;
   begin_exchange_kernel();
