@@ -280,6 +280,8 @@ void fuzz_moe(Input& input, Memory& memory, wb_fabric* fabric) {
   wb_moe_layer_destroy(layer);
 }
 
+std::int64_t num_blocks(std::int64_t size, std::int64_t block) { return size / block + (size % block > 0 ? 1 : 0); }
+
 // A tensor in blocks and back. Its groups are equal parts, mostly.
 void fuzz_quantize(Input& input, Memory& memory) {
   wb_quant_config config{};
@@ -303,15 +305,15 @@ void fuzz_quantize(Input& input, Memory& memory) {
     offsets = memory.tensor(input, WB_I32, {L + 1});
     const bool is_plain = offsets.data != nullptr && offsets.rank == 1 && offsets.dtype == WB_I32 && offsets.shape[0] == L + 1 && offsets.stride[0] <= 1;
     for (std::int64_t i = 0; i <= L && is_plain && i * S / L <= S; ++i) static_cast<std::int32_t*>(offsets.data)[i] = static_cast<std::int32_t>(S * i / L);
-    for (std::int64_t g = 0; g < L; ++g) scale_rows += (S * (g + 1) / L - S * g / L + rows - 1) / rows;
+    for (std::int64_t g = 0; g < L; ++g) scale_rows += num_blocks(S * (g + 1) / L - S * g / L, rows);
   } else {
-    scale_rows = (S + rows - 1) / rows;
+    scale_rows = num_blocks(S, rows);
   }
   wb_quantized q{};
   q.struct_size = sizeof q;
   const std::int32_t code_type = config.element == 0 ? WB_F8E4M3 : config.element == 1 ? WB_F8E5M2 : WB_U8;
   q.codes = memory.tensor(input, code_type, {S, config.element == 2 ? C / 2 : C});
-  q.scales = memory.tensor(input, config.scale == 1 || config.scale == 2 ? WB_F32 : WB_U8, {scale_rows, (C - 1) / columns + 1});
+  q.scales = memory.tensor(input, config.scale == 1 || config.scale == 2 ? WB_F32 : WB_U8, {scale_rows, num_blocks(C, columns)});
   if (config.scale == 3) q.group_scales = memory.tensor(input, WB_F32, {is_grouped ? L : 1});
   const wb_tensor x = memory.tensor(input, input.pick(3) == 0 ? WB_BF16 : WB_F32, {S, C}), y = memory.tensor(input, WB_F32, {S, C});
   const wb_stream stream = stream_from(input);

@@ -21,8 +21,9 @@ class Memory {
   // Null for sizes below 1 or beyond the limit. The bytes repeat the input's next eight.
   template <class T = float>
   T* array(Input& input, __int128 count, int element_bytes = sizeof(T)) {
+    if (count < 1 || count > kMaxBytes) return nullptr;
     const __int128 bytes = count * element_bytes;
-    if (count < 1 || bytes > kMaxBytes) return nullptr;
+    if (bytes > kMaxBytes) return nullptr;
     blocks_.emplace_back(static_cast<char*>(std::malloc(static_cast<std::size_t>(bytes))), std::free);
     char* data = blocks_.back().get();
     const auto pattern = input.take<std::uint64_t>();
