@@ -118,6 +118,8 @@ int DeviceExchange::local_ctas(int per_sm) const {
   return std::max(1, all / num_ranks());
 }
 
+int DeviceExchange::dispatch_ctas(int row_bytes) const { return tuning_.dispatch_ctas > 0 ? tuning_.dispatch_ctas : (row_bytes >= 4096 ? 14 : 20); }
+
 RowType DeviceExchange::row_type(const char* what, DType dtype) const {
   WB_CHECK(dtype == DType::kF32 || dtype == DType::kBF16, "{} must be f32 or bf16, got {}", what, to_string(dtype));
   return dtype == DType::kF32 ? RowType::kF32 : RowType::kBF16;
@@ -187,7 +189,7 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
   for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data, q.call[i].b = scales.bytes > 0 ? scales.rows[i].data : nullptr;
   const bool bulk = tuning_.dispatch == DispatchPath::kBulk || (tuning_.dispatch == DispatchPath::kAuto && compute_major_ >= 9);
   if (!bulk) {
-    launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, tuning_.dispatch_ctas), tuning_.overlap_launches, stream);
+    launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, dispatch_ctas(args.part[0].bytes)), tuning_.overlap_launches, stream);
     return check_launch("exchange_dispatch_push");
   }
   // Rows in as few pieces as buffers of 8 KB allow; 128 to 192 KB in flight a CTA.
@@ -199,15 +201,16 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
   const auto room = static_cast<std::size_t>(max_smem_ - 4096);
   while (warps > 1 && dispatch_bulk_smem(args, q.shape.D, warps) > room) --warps;
   const std::size_t smem = dispatch_bulk_smem(args, q.shape.D, warps);
-  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, tuning_.dispatch_ctas), warps, tuning_.overlap_launches, stream);
+  // Never beside the end of the kernel before it: CTAs that start where that one leaves room sit close together, and few of them fill the link then.
+  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, dispatch_ctas(bytes)), warps, false, stream);
   check_launch("exchange_dispatch_bulk");
 }
 
 void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const {
   const std::vector<DeviceRows> rows(static_cast<std::size_t>(num_ranks()));
   const DispatchArgs args = dispatch_args(dtype, rows, window, Scales{});
-  launch_dispatch_pull(with(handle), args, x_window, spinning_ctas(dispatch_pull_kernel(), kRowThreads, 0, tuning_.dispatch_ctas), tuning_.overlap_launches,
-                       stream);
+  launch_dispatch_pull(with(handle), args, x_window, spinning_ctas(dispatch_pull_kernel(), kRowThreads, 0, dispatch_ctas(args.part[0].bytes)),
+                       tuning_.overlap_launches, stream);
   check_launch("exchange_dispatch_pull");
 }
 

@@ -14,6 +14,10 @@
 //   return_slot_values(handle, ...)  per-slot scalars back to [T, K]
 // The gradient of dispatch is combine, the gradient of combine is dispatch, with the same handle.
 //
+// Where ranks sit on several GPUs, set CUDA_MODULE_LOADING=EAGER before CUDA starts: a kernel that is loaded at its first launch waits for the
+// device, and with it for a peer that waits for this launch. Kernels that wait for peers need their CTAs resident together: no kernel of another
+// stream may wait for another rank at the same time (tuning().fused_plan = false lifts that for plan()).
+//
 // Faults: an exceeded budget (on any rank) makes the handle invalid on every rank: nothing moves, R = S = 0, out = 0, and the status word of
 // the rank that was exceeded holds demand and capacity. A peer that does not come ends in kStatusTimeout on every rank; reset() then starts
 // the group anew. A token that names an expert twice sets kStatusDuplicateId. Bad arguments throw before anything is queued.
@@ -153,6 +157,7 @@ class DeviceExchange {
   const T* part(const DeviceHandle& handle, int index, std::uint64_t offset) const;
   ExchangeParams with(const DeviceHandle& handle) const;
   int spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const;
+  int dispatch_ctas(int row_bytes) const;
   int local_ctas(int per_sm = 2) const;
   RowType row_type(const char* what, DType dtype) const;
   void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
