@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense 8192^3 of the
 // same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails: its record says "checked": false.
-//   bench_cuda_gemm OUT.jsonl [--filter TEXT] [--loads] [--sweep] [--tile COLUMNS,STAGES,CLUSTER,BUFFERS] [--band B] [--slices S]
+//   bench_cuda_gemm OUT.jsonl [--filter TEXT] [--op TEXT] [--loads] [--sweep] [--tile COLUMNS,STAGES,CLUSTER,BUFFERS] [--band B] [--slices S]
 //     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and those of the peers (softmax, one expert with 90%, zipf)
 //     --sweep   every tile and band instead of the policy's choice, briefly; no records
 //     --tile, --band, --slices   in place of the policy's choice
@@ -170,6 +170,7 @@ int num_sms() {
 struct Override {
   GemmTile tile{0, 0, 0, 0};
   int band = 0, slices = -1;
+  std::string op;  // only operations whose name contains it
   GemmTuning apply(GemmTuning tuning) const {
     if (tile.block_n > 0) tuning.tile = tile;
     if (band > 0) tuning.band = band;
@@ -183,6 +184,7 @@ void measure(const Shape& shape, double dense) {
   const Bench bench(shape);
   for (int op = 0; op < kNumOps; ++op) {
     const auto o = static_cast<Op>(op);
+    if (std::string(kOpNames[op]).find(g_override.op) == std::string::npos) continue;
     const GemmTuning tuning = g_override.apply(choose_tuning(bench.problem(o), num_sms()));
     const bool checked = bench.check(o, tuning);
     record(bench, o, tuning, bench.time(o, tuning, 5, 10, 15), dense, checked);
@@ -244,6 +246,8 @@ int main_checked(int argc, char** argv) {
       is_sweep = true;
     } else if (argument == "--filter" && i + 1 < argc) {
       filter = argv[++i];
+    } else if (argument == "--op" && i + 1 < argc) {
+      g_override.op = argv[++i];
     } else if (argument == "--tile" && i + 1 < argc) {
       WB_CHECK(
           std::sscanf(argv[++i], "%d,%d,%d,%d", &g_override.tile.block_n, &g_override.tile.stages, &g_override.tile.cluster, &g_override.tile.buffers) == 4,

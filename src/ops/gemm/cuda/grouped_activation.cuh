@@ -147,8 +147,7 @@ __device__ __forceinline__ void start_h(const GroupedParams& p, GroupedShared<C>
 }
 
 template <class C, ActivationKind kKind>
-__device__ __forceinline__ void store_gradient_of(float (&acc)[C::kBlockN / 2], GroupedShared<C>& shared, const GroupedParams& p, const Unit& u, int warp,
-                                                  unsigned& phases) {
+__device__ __forceinline__ void store_gradient_of(float (&acc)[C::kBlockN / 2], GroupedShared<C>& shared, const GroupedParams& p, const Unit& u, int warp) {
   constexpr bool kGated = is_gated(kKind);
   constexpr int kGroups = C::kBlockN / 64;
   const ActivationLimits limits{p.act_limit, p.act_alpha};
@@ -157,8 +156,11 @@ __device__ __forceinline__ void store_gradient_of(float (&acc)[C::kBlockN / 2], 
     const int lane = ptx::thread_index() % 32, warp_row = 16 * warp, row = warp_row + lane / 4, matrix = lane / 8;
     const int column = u.n0 + 64 * g, pair = g % C::kPairs;
     if (column >= p.n) break;
-    ptx::mbarrier_wait(&shared.h_full[warp][pair], phases >> pair & 1u);
-    phases ^= 1u << pair;
+    volatile unsigned& phases = shared.h_phases[warp];  // in shared memory: held, it would cost spills
+    const unsigned phase = phases;
+    ptx::mbarrier_wait(&shared.h_full[warp][pair], phase >> pair & 1u);
+    __syncwarp();
+    if (lane == 0) phases = phase ^ 1u << pair;
     std::uint8_t *gate = shared.buffers[warp][2 * pair], *up = shared.buffers[warp][2 * pair + 1];
     const float low_weight = row_weight(p, u, row), high_weight = row_weight(p, u, row + 8);
     float low[8], high[8];  // sums of two neighbours' products
@@ -201,14 +203,13 @@ __device__ __forceinline__ void store_gradient_of(float (&acc)[C::kBlockN / 2], 
 }
 
 template <class C>
-__device__ __forceinline__ void store_gradient(float (&acc)[C::kBlockN / 2], GroupedShared<C>& shared, const GroupedParams& p, const Unit& u, int warp,
-                                               unsigned& phases) {
+__device__ __forceinline__ void store_gradient(float (&acc)[C::kBlockN / 2], GroupedShared<C>& shared, const GroupedParams& p, const Unit& u, int warp) {
   if (p.act_kind == ActivationKind::kSwiGLU) {
-    store_gradient_of<C, ActivationKind::kSwiGLU>(acc, shared, p, u, warp, phases);
+    store_gradient_of<C, ActivationKind::kSwiGLU>(acc, shared, p, u, warp);
   } else if (p.act_kind == ActivationKind::kClampedSwiGLU) {
-    store_gradient_of<C, ActivationKind::kClampedSwiGLU>(acc, shared, p, u, warp, phases);
+    store_gradient_of<C, ActivationKind::kClampedSwiGLU>(acc, shared, p, u, warp);
   } else {
-    store_gradient_of<C, ActivationKind::kReluSquared>(acc, shared, p, u, warp, phases);
+    store_gradient_of<C, ActivationKind::kReluSquared>(acc, shared, p, u, warp);
   }
 }
 

@@ -35,6 +35,7 @@ struct GroupedShared {
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];
   int came_second[2];
+  unsigned h_phases[C::kMathWarps];        // a bit a pair of buffers: the phase of its barrier to wait for
   std::uint32_t dead_rows[C::kStages][2];  // kTN through a list: bit 4 i + r of word w: row 8 i + 4 w + r of the k block is a padding row
 };
 

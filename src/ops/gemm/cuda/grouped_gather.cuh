@@ -75,18 +75,18 @@ __device__ __forceinline__ void gather_unit_contraction(const GroupedParams& p, 
     const std::uint32_t mine = row_place(source, p.a_list != nullptr ? p.a_rows : p.b_rows, static_cast<std::uint32_t>(width) / 8);
     const unsigned dead = __ballot_sync(ptx::kFullWarp, mine == kNoRow);
     source = fetch(block + 1);  // under way while the copies are started
+    std::uint32_t rows[gemm_limits::kBlockK / 8];
+#pragma unroll
+    for (int i = 0; i < gemm_limits::kBlockK / 8; ++i) rows[i] = __shfl_sync(ptx::kFullWarp, mine, 4 * i + t.row0 % 4);
     ptx::mbarrier_wait(&shared.empty[stages.slot], stages.parity ^ 1);
     __syncwarp();
     if (t.lane == 0) shared.dead_rows[stages.slot][t.warp] = dead, ptx::mbarrier_arrive(&shared.full[stages.slot]);
     std::uint32_t to = ptx::smem_address(shared.stages[stages.slot]) + (p.a_list != nullptr ? 0 : C::kBytesA) + t.place;
-#pragma unroll 1
+#pragma unroll 2
     for (int column = column0, chunk = 0; chunk < chunks; ++chunk, column += 64, to += gemm_limits::kHalfBytes) {
       const uint4* from = static_cast<const uint4*>(p.a_list != nullptr ? p.a_data : p.b_data) + column / 8;
 #pragma unroll
-      for (int i = 0; i < gemm_limits::kBlockK / 8; ++i) {
-        const std::uint32_t row = __shfl_sync(ptx::kFullWarp, mine, 4 * i + t.row0 % 4);
-        copy_piece(to + i * 8 * gemm_limits::kBlockBytes, from, row, column < width);
-      }
+      for (int i = 0; i < gemm_limits::kBlockK / 8; ++i) copy_piece(to + i * 8 * gemm_limits::kBlockBytes, from, rows[i], column < width);
     }
     ptx::copy_async_arrive(&shared.full[stages.slot]);
     stages.advance();

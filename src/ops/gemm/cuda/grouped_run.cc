@@ -173,7 +173,7 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     GemmTile tile;
     double cost;
   };
-  static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{192, 3, 2, 6}, 1.0}, {{128, 5, 2, 4}, 1.05}};
+  static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.05}};
   static constexpr Choice kPlain[] = {
       {{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.05}, {{128, 6, 2, 2}, 1.1}, {{256, 4, 1, 2}, 1.06}, {{128, 6, 1, 2}, 1.14},
   };

@@ -94,13 +94,12 @@ __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const 
 struct MathThread {
   int warpgroup;
   std::uint32_t stages_address;
-  unsigned h_phases = 0;     // a bit a pair of buffers: the phase of its barrier to wait for
   std::uint32_t peer_empty;  // the first `empty` barrier of the CTA to which this lane hands stages on; 0: to none
 };
 
 // One unit. `u` stays in shared memory: held in registers its fields would cost spills.
 template <class C>
-__device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedShared<C>& shared, const Unit& u, Ring<C::kStages>& stages, MathThread& t) {
+__device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedShared<C>& shared, const Unit& u, Ring<C::kStages>& stages, const MathThread& t) {
   const int num_blocks = uniform(u.num_blocks), k_tail = uniform(u.k_tail);
   const auto columns = [&] { return p.n - u.n0; };
   const auto hand_on = [&](int slot) {
@@ -182,7 +181,7 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
     if constexpr (C::kEpilogue == GemmEpilogue::kActivation) {
       store_activation<C>(acc, shared.buffers[warp][0], p, u, warp_row, lane);
     } else {
-      store_gradient<C>(acc, shared, p, u, warp, t.h_phases);
+      store_gradient<C>(acc, shared, p, u, warp);
     }
   }
 }
@@ -223,6 +222,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid
     for (int i = 0; i < kUnitSlots; ++i) ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + warps + C::kMathWarps);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     ptx::mbarrier_init(&shared.unit_wanted, 1);
+    for (int i = 0; i < C::kMathWarps; ++i) shared.h_phases[i] = 0;
     for (int i = 0; i < C::kMathWarps * C::kPairs; ++i) ptx::mbarrier_init(&shared.h_full[0][0] + i, 1);
     ptx::mbarrier_init_fence();
   }
