@@ -139,6 +139,19 @@ TEST(GroupedGemmCuda, LongGroupsAreCutAndSummedInOrder) {
   }
 }
 
+TEST(GroupedGemmCuda, UnequalGroupsThatAreNotCut) {
+  WB_NEEDS_HOPPER();
+  std::vector<int> many(64, 9), last(33, 5), two = {0, 500};
+  many[50] = 1500, last[32] = 700;
+  for (const std::vector<int>& counts : {ragged_counts(), many, last, two}) {
+    for (const GemmOutput output : kOutputs) {
+      GemmTuning tuning;
+      tuning.slices_per_cluster = 0;
+      expect_right({GemmForm::kTN, output, counts, 1400, 2000, 0}, tuning, 3000000);
+    }
+  }
+}
+
 TEST(GroupedGemmCuda, ManyGroups) {
   WB_NEEDS_HOPPER();
   std::mt19937 random(7);

@@ -173,7 +173,7 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     GemmTile tile;
     double cost;
   };
-  static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.05}};
+  static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.0}};
   static constexpr Choice kPlain[] = {
       {{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.05}, {{128, 6, 2, 2}, 1.1}, {{256, 4, 1, 2}, 1.06}, {{128, 6, 1, 2}, 1.14},
   };
@@ -182,7 +182,10 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
   const std::span<const Choice> choices = p.activation.epilogue == GemmEpilogue::kPlain        ? std::span<const Choice>(kPlain)
                                           : p.activation.epilogue == GemmEpilogue::kActivation ? std::span<const Choice>(kWithActivation)
                                                                                                : std::span<const Choice>(kWithGradient);
+  const std::int64_t mean_rows = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
   for (const Choice& choice : choices) {
+    // Short groups leave the longer epilogue of wide tiles bare.
+    if (p.activation.epilogue == GemmEpilogue::kActivationGradient && choice.tile.block_n != (mean_rows < 512 ? 128 : 256)) continue;
     // wgrad is bound by the operands' way to the tensor cores: narrow tiles only where the result is narrow.
     if (p.form == GemmForm::kTN && (choice.tile.block_n != (p.n <= 128 ? 128 : 256) || (choice.tile.block_n == 256 && choice.tile.cluster == 1))) continue;
     const std::int64_t mean = p.form == GemmForm::kTN ? p.m : div_up(p.rows, std::max<std::int64_t>(p.groups, 1));

@@ -3,6 +3,6 @@
 
 namespace waybill::cuda {
 
-WB_GEMM_TABLE(grouped_kernels_tn_f32, kTN, kF32, WB_GEMM_TILES_TN_F32)
+WB_GEMM_TABLE(grouped_kernels_tn_f32, kTN, kF32, WB_GEMM_TILES_TN)
 
 }  // namespace waybill::cuda
