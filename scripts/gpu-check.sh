@@ -87,7 +87,7 @@ start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
 collect
 start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl"
 collect
-if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
   start "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
   collect
   cat "$work/exchange_processes.jsonl" >>"$work/exchange.jsonl"

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fabric: the ranks of a group and how they talk. One object per rank; collective calls are made by every rank in one order.
 // Engines: threads (ranks are threads of this process), mpi (processes), caller (the caller's own transport), cuda_local (virtual ranks on the GPUs of one
-// process, in CUDA builds: src/fabric/cuda_local/cuda_local_fabric.h); nccl (one process a GPU; windows of one NVLink domain: src/fabric/nccl/nccl_world.h, its host side
-// is the caller engine over NCCL). Every wait has a timeout that names rank,
-// peer, phase, expected and seen.
+// process, in CUDA builds: src/fabric/cuda_local/cuda_local_fabric.h); nccl (one process a GPU; windows of one NVLink domain: src/fabric/nccl/nccl_world.h, its
+// host side is the caller engine over NCCL). Every wait has a timeout that names rank, peer, phase, expected and seen.
 #pragma once
 
 #include <chrono>
