@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Python snippet of the how-to pages runs, in the order of its page and in one namespace; lines `# -> text` state what is printed."""
 
+import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -29,3 +31,41 @@ def test_snippets_run_and_print_what_they_say(page, tmp_path):
     run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.split("\n")[:-1] == re.findall(r"# -> (.*)", program)
+
+
+def scripts_of(page):
+    """title -> text of the page's whole scripts."""
+    return dict(re.findall(r"^```python title=(\S+)\n(.*?)^```", (HOWTO / page).read_text(encoding="utf-8"), re.M | re.S))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_all(commands, folder):
+    """Runs the commands side by side; their output, all lines sorted."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment) for command in commands]
+    lines = []
+    for process in running:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err[-3000:]
+        lines += out.splitlines()
+    return sorted(line for line in lines if line.startswith(("rank", "process")))
+
+
+def test_the_torchrun_script_trains_on_two_processes(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    (tmp_path / "train_torch.py").write_text(scripts_of("distributed.md")["train_torch.py"], encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "train_torch.py"]
+    assert run_all([command], tmp_path) == ["rank 0: learns True, experts 0 to 3", "rank 1: learns True, experts 4 to 7"]
+
+
+def test_the_jax_script_trains_on_two_processes(tmp_path):
+    pytest.importorskip("jax", reason="jax is not installed")
+    (tmp_path / "train_jax.py").write_text(scripts_of("distributed.md")["train_jax.py"], encoding="utf-8")
+    address = f"127.0.0.1:{free_port()}"
+    commands = [[sys.executable, "train_jax.py", str(process), "2", address] for process in range(2)]
+    assert run_all(commands, tmp_path) == [f"process {process}: learns True, 2 devices" for process in range(2)]

@@ -25,6 +25,7 @@ class Layer:
         self.config, self.world = config, self.core.world
         self.number = _views.register(self)
         self._spare: list[_core.MoeStep] = []
+        self.calls: Any = None  # of _eager.py
 
     def take(self) -> _core.MoeStep:
         try:

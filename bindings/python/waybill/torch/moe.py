@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import group
 from ..config import MoeConfig
 from ..group import Fabric
-from . import _block, _views
+from . import _block, _eager, _views
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,10 @@ class MoE(nn.Module):
         return self._layer.number
 
     def _tensors(self) -> dict[str, Tensor]:
+        modules = self._modules  # its attributes by themselves cost a microsecond each
+        if len(modules) == 2 and len(self._parameters) == 0 and not self.config.router_bias and not self.config.expert_bias:
+            experts = modules["experts"]._parameters
+            return {"gate": modules["gate"]._parameters["weight"], "w1": experts["gate_up_proj"], "w2": experts["down_proj"]}
         experts, shared = self.experts, getattr(self, "shared_experts", None)
         named = {"gate": self.gate.weight, "router_bias": getattr(self.gate, "e_score_correction_bias", None), "w1": experts.gate_up_proj,
                  "w2": experts.down_proj, "b1": getattr(experts, "gate_up_proj_bias", None), "b2": getattr(experts, "down_proj_bias", None),
@@ -169,13 +173,17 @@ class MoE(nn.Module):
                 return_stats: bool = False) -> Any:  # fmt: skip
         """x [..., H] float32 or bfloat16; padding_mask [...] bool or uint8, True = padding (its routed part is 0). rounding_seed: for recipes
         with random numbers, one a layer, step and micro-batch, the same on every rank; a tensor does not recompile. Returns out, or (out, MoEStats)."""
+        tensors = self._tensors()
+        if not return_stats and not torch.compiler.is_compiling() and self._layer is not None and x.dim() == 2 and x.shape[1] == self.config.H:
+            out = self._eager(x, tensors, padding_mask, rounding_seed)
+            if out is not None:
+                return out
         _views.check(x, "x", _views.FLOATS, [None] * (x.dim() - 1) + [self.config.H])
         rows = x.reshape(-1, self.config.H)
         if padding_mask is not None:
             _views.check(padding_mask, "padding_mask", [torch.bool, torch.uint8], list(x.shape[:-1]))
             padding_mask = padding_mask.reshape(-1).to(torch.uint8)
         seed = torch.as_tensor(rounding_seed, dtype=torch.int64) if rounding_seed is not None else None
-        tensors = self._tensors()
         for name, tensor in tensors.items():
             _views.check(tensor, name, _views.FLOATS, tensor.shape)
         save = torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in tensors.values()))
@@ -186,6 +194,17 @@ class MoE(nn.Module):
         if self.training and save:
             out = _AttachLoss.apply(out, loss, self.loss_scale)
         return out.view(x.shape)
+
+    def _eager(self, x: Tensor, tensors: dict[str, Tensor], *others: Any) -> Tensor | None:
+        layer = self._layer
+        assert layer is not None
+        calls = _eager.calls_for(layer, tensors, x, *others)
+        if calls is None:
+            return None
+        given = tuple(tensors.values())
+        if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in given)):
+            return _eager.Block.apply(x, layer, calls, self.loss_scale if self.training else 0.0, *given)
+        return _eager.evaluate(layer, calls, x, given)
 
     @torch.compiler.disable(recursive=True)
     def _create(self) -> int:

@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times the MoE block in JAX: waybill.jax beside ways to write it in JAX, forward and forward + backward, jitted, and the host time of each op.
+
+  python3 bench/peers/jax_moe.py [--shape small|demo] [--platform cpu|cuda] [--devices N] [--seconds S] [--json FILE] [--host-only]
+
+Stacks, same weights and routes: "waybill moe_block"; "waybill ops" (router, permute or dispatch, ragged_dot, combine); "ragged_dot" (rows sorted by expert, XLA's
+default lowering of jax.lax.ragged_dot); "dense loop" (every expert on every token, times its weight). With --devices N > 1 the tokens and experts
+are spread over a mesh axis: ours, and "all_to_all": pairs packed by device into equal buffers of twice the mean load, jax.lax.all_to_all,
+ragged_dot, all_to_all back. That one drops what passes its buffers; the check fails then, so that only dropless runs are timed.
+Each is checked against the dense loop, values and gradients, before anything is timed. Stacks take turns; medians and p90.
+
+Host time of an op: a jitted program with the op on one row, minus a jitted program with the same arguments and results and no op, and minus the same work called in
+the library directly where that is more than one matmul; medians of 1,000 calls.
+"""
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792)}  # T, H, E, K, F
+
+
+def route(x, gate, K):
+    """Softmax over all, then the K largest, renormalised."""
+    weights, ids = jax.lax.top_k(jax.nn.softmax(x @ gate.T), K)
+    return ids.astype(jnp.int32), weights / weights.sum(-1, keepdims=True)
+
+
+def swiglu(h):
+    gate, up = jnp.split(h, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def dense_loop(x, params, K):
+    ids, weights = route(x, params["gate"], K)
+
+    def add(out, expert):
+        number, w1, w2 = expert
+        share = jnp.where(ids == number, weights, 0).sum(-1, keepdims=True)
+        return out + share * (swiglu(x @ w1.T) @ w2.T), None
+
+    return jax.lax.scan(add, jnp.zeros_like(x), (jnp.arange(len(params["w1"])), params["w1"], params["w2"]))[0]
+
+
+def experts_by_ragged_dot(rows, sizes, params):
+    h = swiglu(jax.lax.ragged_dot(rows, params["w1"].swapaxes(1, 2), sizes))
+    return jax.lax.ragged_dot(h, params["w2"].swapaxes(1, 2), sizes)
+
+
+def ragged_dot_block(x, params, K):
+    ids, weights = route(x, params["gate"], K)
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    sizes = jnp.bincount(ids.reshape(-1), length=len(params["w1"])).astype(jnp.int32)
+    y = experts_by_ragged_dot(x[order // K], sizes, params) * weights.reshape(-1)[order, None]
+    return jnp.zeros_like(x).at[order // K].add(y)
+
+
+def all_to_all_block(x, params, K, devices):
+    """Equal buffers of twice the mean load per pair of devices."""
+    ids, weights = route(x, params["gate"], K)
+    L, T = len(params["w1"]), len(x)
+    capacity = 2 * T * K // devices
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    home = flat[order] // L
+    place = jnp.arange(T * K) - jnp.searchsorted(home, home)  # among the pairs of its device
+    slot = jnp.where(place < capacity, home * capacity + place, devices * capacity)
+    send = jnp.zeros((devices * capacity, x.shape[1])).at[slot].set(x[order // K], mode="drop")
+    local = jnp.full(devices * capacity, L, jnp.int32).at[slot].set(flat[order] % L, mode="drop")
+    exchange = functools.partial(jax.lax.all_to_all, axis_name="ep", split_axis=0, concat_axis=0, tiled=True)
+    rows, expert = exchange(send), exchange(local)
+    inner = jnp.argsort(expert, stable=True)
+    sizes = jnp.bincount(expert, length=L).astype(jnp.int32)  # empty places come last, behind all groups
+    y = jnp.zeros_like(rows).at[inner].set(experts_by_ragged_dot(rows[inner], sizes, params))
+    back = exchange(y).at[slot].get(mode="fill", fill_value=0)
+    return jnp.zeros_like(x).at[order // K].add(back * weights.reshape(-1)[order, None])
+
+
+def waybill_stacks(config, axis_name):
+    import waybill.jax as wbj
+
+    def block(x, params, K):
+        return wbj.moe_block(x, params, config, axis_name=axis_name)[0]
+
+    def ops(x, params, K):
+        routes = wbj.router(x @ params["gate"].T, config.router)
+        place = {"E": config.router.E, "axis_name": axis_name}
+        slots = wbj.dispatch(x, routes.ids, routes.weights, **place)
+        h = swiglu(wbj.grouped_matmul(slots.rows, params["w1"], slots.group_sizes, layout="LNC"))
+        y = wbj.grouped_matmul(h, params["w2"], slots.group_sizes, layout="LNC")
+        return wbj.combine(y, routes.ids, routes.weights, **place)
+
+    return {"waybill moe_block": block, "waybill ops": ops}
+
+
+def stacks_of(shape, devices):
+    import waybill.jax as wbj
+
+    T, H, E, K, inner = SHAPES[shape]
+    config = wbj.MoeConfig(H=H, F=inner, router=wbj.RouterConfig(E=E, K=K))
+    params = wbj.init_params(jax.random.key(1), config)
+    x, d_out = (jax.random.normal(jax.random.key(seed), (T * devices, H)) for seed in (2, 3))
+    if devices == 1:
+        functions = waybill_stacks(config, None) | {"ragged_dot": ragged_dot_block, "dense loop": dense_loop}
+        blocks = {name: functools.partial(function, K=K) for name, function in functions.items()}
+    else:
+        mesh = jax.make_mesh((devices,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+        functions = waybill_stacks(config, "ep") | {"all_to_all": functools.partial(all_to_all_block, devices=devices)}
+        specs = {"mesh": mesh, "in_specs": (P("ep"), wbj.param_specs(config, "ep")), "out_specs": P("ep")}
+        blocks = {name: jax.shard_map(functools.partial(function, K=K), **specs) for name, function in functions.items()}
+
+    def both(block):
+        return jax.jit(lambda x, params: jax.value_and_grad(lambda x, params: (block(x, params) * d_out).sum(), argnums=(0, 1))(x, params))
+
+    want = both(functools.partial(dense_loop, K=K))(x, params), jax.jit(functools.partial(dense_loop, K=K))(x, params)
+    calls = {name: (jax.jit(block), both(block)) for name, block in blocks.items()}
+    for name, (forward, backward) in calls.items():
+        for got, wanted in zip(jax.tree.leaves((backward(x, params), forward(x, params))), jax.tree.leaves(want), strict=True):
+            got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+            error = np.abs(got - wanted).max() / np.abs(wanted).max()
+            if not error < 5e-4:  # float32 sums in other orders
+                sys.exit(f"jax_moe: {name} differs from the dense loop by {error:.1e} of the largest value; nothing was timed")
+    return calls, (x, params)
+
+
+def take_turns(calls, seconds, rounds=5):
+    times = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or min(map(len, times.values())) < rounds:
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def summary(times):
+    return {name: {"median_ms": 1e3 * statistics.median(values), "p90_ms": 1e3 * sorted(values)[int(0.9 * (len(values) - 1))], "calls": len(values)}
+            for name, values in times.items()}  # fmt: skip
+
+
+def library_time(config):
+    """Microseconds of the same calls of the C ABI without XLA, for the ops that compute more than one matmul. A call through ctypes costs about 0.4 us more."""
+    import ctypes as c
+
+    import waybill
+    from waybill import _abi, _core
+    from waybill._library import library
+    from waybill._tensor import view
+
+    keep = []
+
+    def see(value):
+        keep.append(view(value, "array", dtypes=["float32", "int16"], shape=[None] * value.ndim))
+        return keep[-1]
+
+    ref = lambda value: c.byref(see(np.full(value, 0.1, np.float32)).struct)  # noqa: E731
+    lib, x, out, dx = library(), ref((1, 8)), ref((1, 8)), ref((1, 8))
+    tensors = [_core.moe_tensors({name: see(np.full(dims, 0.1, np.float32)) for name, dims in config.shapes().items()}) for _ in range(2)]
+    parameters, gradients = map(c.byref, tensors)
+    layer, step = _core.MoeLayer(config, waybill.single()), _core.MoeStep()
+    exchange = _core.Exchange(waybill.single(), H=8, E=2, K=1, mode="captured", T_max=1)
+    route = _core.route_struct(2, see(np.zeros((1, 1), np.int16)), see(np.ones((1, 1), np.float32)))
+    routes, info, rows, plan = c.byref(route), _abi.DispatchInfo(struct_size=c.sizeof(_abi.DispatchInfo)), _abi.Tensor(), c.c_void_p()
+
+    def forward():
+        lib.wb_moe_forward(layer.handle, parameters, x, None, out, step.handle)
+
+    def both():
+        forward()
+        lib.wb_moe_backward(layer.handle, parameters, gradients, x, out, dx, step.handle, 0.0)
+
+    def permute():
+        lib.wb_exchange_plan(exchange.handle, routes, c.byref(plan))
+        lib.wb_dispatch_get_info(plan, c.byref(info))
+        lib.wb_exchange_dispatch(exchange.handle, plan, x, c.byref(rows))
+        lib.wb_permute(plan, c.byref(rows), out, None)
+        lib.wb_dispatch_destroy(plan)
+
+    def unpermute():
+        lib.wb_exchange_plan(exchange.handle, routes, c.byref(plan))
+        lib.wb_dispatch_get_info(plan, c.byref(info))
+        lib.wb_unpermute_reduce(plan, x, 1, out, None)
+        lib.wb_exchange_combine(exchange.handle, plan, out, dx)
+        lib.wb_dispatch_destroy(plan)
+
+    calls = {"moe_block forward": forward, "moe_block forward + backward": both, "permute": permute, "unpermute": unpermute}
+    take_turns(calls, 0, 100)
+    return {name: 1e6 * statistics.median(values) for name, values in take_turns(calls, 0, 1000).items()}
+
+
+def host_time():
+    """Microseconds that each op adds to a jitted call."""
+    import waybill.jax as wbj
+
+    config = wbj.MoeConfig(H=8, F=8, router=wbj.RouterConfig(E=2, K=1))
+    params = wbj.init_params(jax.random.key(1), config)
+    x, logits, ids, weights, sizes = jnp.ones((1, 8)), jnp.ones((1, 2)), jnp.zeros((1, 1), jnp.int16), jnp.ones((1, 1)), jnp.array([1, 0], jnp.int32)
+    ops = {
+        "router": (lambda logits: wbj.router(logits, config.router)[:3], (logits,)),
+        "grouped_matmul": (lambda a, w, sizes: wbj.grouped_matmul(a, w, sizes), (x, jnp.ones((2, 8, 8)), sizes)),
+        "permute": (lambda x, ids, weights: wbj.permute(x, ids, weights, E=2), (x, ids, weights)),
+        "unpermute": (lambda y, ids, weights: wbj.unpermute(y, ids, weights, E=2), (x, ids, weights)),
+        "quantize_mx": (wbj.quantize_mx, (jnp.ones((1, 32)),)),
+        "moe_block forward": (lambda x, params: wbj.moe_block(x, params, config)[0], (x, params)),
+        "moe_block forward + backward": (lambda x, params: jax.grad(lambda x, params: wbj.moe_block(x, params, config)[0].sum(), argnums=(0, 1))(x, params), (x, params)),
+    }  # fmt: skip
+    calls = {}
+    for name, (op, operands) in ops.items():
+        shapes = jax.eval_shape(op, *operands)
+        # Depends on every argument, so that none is dropped, and makes every result.
+        empty = lambda *operands, shapes=shapes: jax.tree.map(  # noqa: E731
+            lambda leaf: jnp.full(leaf.shape, sum(jnp.ravel(o)[0].astype(jnp.float32) for o in jax.tree.leaves(operands))).astype(leaf.dtype), shapes
+        )
+        calls[name], calls[name, "empty"] = functools.partial(jax.jit(op), *operands), functools.partial(jax.jit(empty), *operands)
+    take_turns(calls, 0, 100)
+    times = take_turns(calls, 0, 1000)
+    medians = {name: 1e6 * statistics.median(values) for name, values in times.items()}
+    alone = library_time(config)
+    return {name: {"call_us": medians[name], "empty_us": medians[name, "empty"], "library_us": alone.get(name, 0.0),
+                   "added_us": medians[name] - medians[name, "empty"] - alone.get(name, 0.0)} for name in ops}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--platform", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--json")
+    parser.add_argument("--host-only", action="store_true")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", args.platform)
+    if args.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    record = {"jax": jax.__version__, "machine": platform.processor() or platform.machine(), "devices": args.devices}
+    if args.host_only:
+        record["host_us"] = host_time()
+        for name, values in record["host_us"].items():
+            print("| {} | {call_us:.1f} | {empty_us:.1f} | {library_us:.1f} | {added_us:.1f} |".format(name, **values))
+    else:
+        calls, operands = stacks_of(args.shape, args.devices)
+        record["shape"] = dict(zip("THEKF", SHAPES[args.shape]))
+        record["forward"] = summary(take_turns({name: functools.partial(forward, *operands) for name, (forward, _) in calls.items()}, args.seconds / 3))
+        record["forward_backward"] = summary(take_turns({name: functools.partial(both, *operands) for name, (_, both) in calls.items()}, args.seconds))
+        print(f"{args.shape} {record['shape']} a device, {args.devices} {args.platform} device(s), float32; ms, equal results were checked first")
+        ours = record["forward_backward"]["waybill moe_block"]["median_ms"]
+        for name in calls:
+            both = record["forward_backward"][name]
+            print(f"| {name} | {record['forward'][name]['median_ms']:.2f} | {both['median_ms']:.2f} | {both['p90_ms']:.2f} | {both['median_ms'] / ours:.2f} |")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times the MoE block in PyTorch: waybill.torch.MoE beside ways to write it in PyTorch, forward and forward + backward, and its host time.
+
+  python3 bench/peers/torch_moe.py [--shape small|demo] [--device cpu] [--threads N] [--seconds S] [--json FILE] [--host-only]
+
+Stacks, same weights and routes: "sorted loop" orders (token, expert) pairs by expert once and loops over slices; "masked loop" finds each
+expert's tokens, as transformers' eager experts do; "grouped_mm" is torch's grouped matmul over the sorted rows (bfloat16 only on some builds);
+"transformers" is its Mixtral block. Each is checked against the sorted loop, values and gradients, before anything is timed; a stack that
+fails the check ends the program, one that is not there is named as such. Stacks take turns, one call each a round; medians and p90.
+
+Host time: forward + backward of a block of one token and 8 x 8 experts in eager mode, medians of 1,000 calls: the whole call, an autograd node that
+does nothing, the two calls of the library (its kernels), and what is left: the time the binding adds.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792)}  # T, H, E, K, F
+
+
+def route(x, gate, K):
+    """Mixtral's: softmax over all, then the K largest, renormalised."""
+    weights, ids = (x @ gate.T).softmax(-1).topk(K, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def expert(rows, w1, w2):
+    gate, up = (rows @ w1.T).chunk(2, dim=-1)
+    return (F.silu(gate) * up) @ w2.T
+
+
+def sorted_loop(x, gate, w1, w2, K):
+    ids, weights = route(x, gate, K)
+    order = ids.reshape(-1).argsort(stable=True)
+    token = order // K
+    counts = torch.bincount(ids.reshape(-1), minlength=len(w1)).tolist()
+    # unbind: one stack of gradients at the end, where w1[e] would add up E tensors of the size of w1.
+    parts = [expert(rows, a, b) for rows, a, b in zip(x[token].split(counts), w1.unbind(), w2.unbind())]
+    return torch.zeros_like(x).index_add(0, token, torch.cat(parts) * weights.reshape(-1)[order, None])
+
+
+def masked_loop(x, gate, w1, w2, K):
+    ids, weights = route(x, gate, K)
+    out = torch.zeros_like(x)
+    for e, (a, b) in enumerate(zip(w1.unbind(), w2.unbind())):
+        token, slot = torch.where(ids == e)
+        out = out.index_add(0, token, expert(x[token], a, b) * weights[token, slot, None])
+    return out
+
+
+def grouped_mm(x, gate, w1, w2, K):
+    ids, weights = route(x, gate, K)
+    order = ids.reshape(-1).argsort(stable=True)
+    token = order // K
+    offsets = torch.bincount(ids.reshape(-1), minlength=len(w1)).cumsum(0).to(torch.int32)
+    gated, up = torch._grouped_mm(x[token], w1.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
+    y = torch._grouped_mm(F.silu(gated) * up, w2.transpose(1, 2), offs=offsets)
+    return torch.zeros_like(x).index_add(0, token, y * weights.reshape(-1)[order, None])
+
+
+def functional(function, parameters, K):
+    return lambda x: function(x, *parameters, K)
+
+
+def transformers_block(parameters, K):
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    gate, w1, w2 = parameters
+    config = MixtralConfig(hidden_size=gate.shape[1], intermediate_size=w2.shape[2], num_local_experts=len(gate), num_experts_per_tok=K,
+                           router_jitter_noise=0.0)  # fmt: skip
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config).to(gate.device)
+    block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
+    return lambda x: block(x[None])[0]
+
+
+def waybill_block(parameters, K):
+    import waybill.torch as wbt
+
+    gate, w1, w2 = parameters
+    block = wbt.MoE(wbt.MoeConfig(H=gate.shape[1], F=w2.shape[2], router=wbt.RouterConfig(E=len(gate), K=K)))
+    block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
+    return block
+
+
+def run(block, parameters, x, d_out):
+    x = x.clone().requires_grad_()
+    for parameter in parameters:
+        parameter.grad = None
+    out = block(x)
+    out.backward(d_out)
+    return [out.detach(), x.grad, *(parameter.grad for parameter in parameters)]
+
+
+def check(name, got, want):
+    for a, b in zip(got, want):
+        error = float((a.double() - b.double()).abs().max() / b.double().abs().max())
+        if not error < 1e-4:
+            sys.exit(f"torch_moe: {name} differs from the sorted loop by {error:.1e} of the largest value; nothing was timed")
+
+
+def sync(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def take_turns(calls, seconds, device):
+    times = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or min(map(len, times.values())) < 5:
+        for name, call in calls.items():
+            sync(device)
+            begin = time.perf_counter()
+            call()
+            sync(device)
+            times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: {"median_ms": statistics.median(values), "p90_ms": sorted(values)[int(0.9 * (len(values) - 1))], "calls": len(values)}
+            for name, values in times.items()}  # fmt: skip
+
+
+def evaluated(block, x):
+    with torch.no_grad():
+        block(x)
+
+
+def stacks_of(shape, device):
+    T, H, E, K, inner = SHAPES[shape]
+    torch.manual_seed(1)
+    new = lambda *dims: torch.nn.Parameter(torch.randn(*dims, device=device) * dims[-1] ** -0.5)  # noqa: E731
+    parameters = new(E, H), new(E, 2 * inner, H), new(E, H, inner)
+    x, d_out = torch.randn(T, H, device=device), torch.randn(T, H, device=device)
+    makers = {"waybill": lambda: waybill_block(parameters, K), "sorted loop": lambda: functional(sorted_loop, parameters, K),
+              "masked loop": lambda: functional(masked_loop, parameters, K), "grouped_mm": lambda: functional(grouped_mm, parameters, K),
+              "transformers": lambda: transformers_block(parameters, K)}  # fmt: skip
+    want, stacks = run(functional(sorted_loop, parameters, K), parameters, x, d_out), {}
+    for name, make in makers.items():
+        try:
+            block = make()
+            got = run(block, parameters, x, d_out)
+        except (RuntimeError, ImportError, NotImplementedError) as error:
+            print(f"{name}: not timed, {str(error).splitlines()[0][:150]}")
+            continue
+        check(name, got, want)
+        stacks[name] = block
+    return stacks, parameters, x, d_out
+
+
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *parameters):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out, None, None, None
+
+
+def host_time():
+    """Microseconds of forward + backward of a block with next to no work: the whole call, a node that does nothing, the library's two calls."""
+    new = lambda *dims: torch.nn.Parameter(torch.randn(*dims))  # noqa: E731
+    parameters = new(2, 8), new(2, 16, 8), new(2, 8, 8)
+    block, x, d_out = waybill_block(parameters, 1), torch.randn(1, 8, requires_grad=True), torch.ones(1, 8)
+    block(x)
+    calls = {
+        "waybill": lambda: torch.autograd.grad(block(x), (x, *parameters), d_out),
+        "nothing": lambda: torch.autograd.grad(Nothing.apply(x, *parameters), x, d_out),
+    }
+    median = lambda values: statistics.median(values) * 1e6  # noqa: E731
+
+    def measure():
+        times = {name: [] for name in calls}
+        for number in range(1100):
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                call()
+                if number >= 100:
+                    times[name].append(time.perf_counter() - begin)
+        return {name: median(values) for name, values in times.items()}
+
+    result = measure()
+    inner, structs = {"forward": [], "backward": []}, block._layer.calls
+
+    def timed(name, function):
+        def call(*arguments):
+            begin = time.perf_counter()
+            status = function(*arguments)
+            inner[name].append(time.perf_counter() - begin)
+            return status
+
+        return call
+
+    structs.forward, structs.backward = timed("forward", structs.forward), timed("backward", structs.backward)
+    measure()
+    result["library"] = median(inner["forward"]) + median(inner["backward"])
+    return {**result, "added": result["waybill"] - result["nothing"] - result["library"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--json")
+    parser.add_argument("--host-only", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    record = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "threads": args.threads, "host_us": host_time()}
+    print("host time of forward + backward: {waybill:.1f} us; a node that does nothing {nothing:.1f} us, inside the library {library:.1f} us, the rest {added:.1f} us"
+          .format(**record["host_us"]))  # fmt: skip
+    if not args.host_only:
+        device = torch.device(args.device)
+        stacks, parameters, x, d_out = stacks_of(args.shape, device)
+        record |= {"shape": dict(zip("THEKF", SHAPES[args.shape])), "device": str(device)}
+        record["forward"] = take_turns({name: lambda block=block: evaluated(block, x) for name, block in stacks.items()}, args.seconds / 3, device)
+        record["forward_backward"] = take_turns({name: lambda block=block: run(block, parameters, x, d_out) for name, block in stacks.items()},
+                                                args.seconds, device)  # fmt: skip
+        print(f"{args.shape} {record['shape']}, {device}, {args.threads} threads, float32; ms, equal results were checked first")
+        ours = record["forward_backward"]["waybill"]["median_ms"]
+        for name in stacks:
+            both = record["forward_backward"][name]
+            print(f"| {name} | {record['forward'][name]['median_ms']:.2f} | {both['median_ms']:.2f} | {both['p90_ms']:.2f} | {both['median_ms'] / ours:.2f} |")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
