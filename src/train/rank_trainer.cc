@@ -134,6 +134,21 @@ void RankTrainer::record_routes(const std::string& run_dir, std::int64_t every) 
   });
 }
 
+// An evaluation says that it overflowed, on every rank alike, but not by how much. The loss does not depend on the budget.
+double RankTrainer::evaluate_batch(const TensorView& tokens) {
+  constexpr double kGrowth = 1.5;
+  for (;;) {
+    try {
+      return model_.evaluate(tokens);
+    } catch (const Error& error) {
+      const double worst_case = world_.size();
+      if (error.code() != ErrorCode::kOverflow || info_.receive_factor >= worst_case) throw;
+      info_.receive_factor = std::min(kGrowth * info_.receive_factor, worst_case);
+      model_.set_receive_factor(info_.receive_factor);
+    }
+  }
+}
+
 double RankTrainer::evaluate(const Dataset& data, std::int64_t count) {
   const std::int64_t all = data.num_held_out_sequences(), W = world_.size();
   const std::int64_t n = count <= 0 ? all : std::min(count, all);
@@ -149,7 +164,7 @@ double RankTrainer::evaluate(const Dataset& data, std::int64_t count) {
       else
         std::fill(row.begin(), row.end(), -1);  // padding
     }
-    sum += model_.evaluate(tokens) * static_cast<double>(std::min(B * W, n - begin));
+    sum += evaluate_batch(tokens) * static_cast<double>(std::min(B * W, n - begin));
   }
   return sum / static_cast<double>(n);
 }

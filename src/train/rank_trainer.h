@@ -23,7 +23,8 @@ class RankTrainer {
   // Update number `step` (0 for the first). A step whose receive budget overflowed is computed again with a larger one before
   // anything is updated; a step whose gradient is not finite changes nothing. Metrics are complete on every rank.
   StepMetrics step(const Dataset& data, std::int64_t step);
-  // Mean held-out loss over `count` sequences (0 or too many: all of them).
+  // Mean held-out loss over `count` sequences (0 or too many: all of them). A batch whose receive budget overflowed is computed again with
+  // a larger one, which stays.
   double evaluate(const Dataset& data, std::int64_t count);
 
   // Saves the routes of every MoE layer and micro-batch at the first step and at every `every`-th: see TrainOptions.
@@ -43,6 +44,7 @@ class RankTrainer {
  private:
   StepStats forward_backward(const Dataset& data, std::int64_t step, StepMetrics& metrics);
   void raise_receive_factor(const StatusWord& status, std::int64_t attempt);
+  double evaluate_batch(const TensorView& tokens);
   void update(const StepStats& stats, StepMetrics& metrics);
   std::vector<CheckpointTensor> tensors();
 

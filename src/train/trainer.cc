@@ -180,8 +180,11 @@ class Loop {
 
   void evaluate(std::int64_t count) {
     const std::int64_t all = data_.num_held_out_sequences(), n = count <= 0 ? all : std::min(count, all);
-    const double loss = trainer_.evaluate(data_, count);
-    if (recorder_ != nullptr) recorder_->eval(trainer_.steps_done(), loss, n * config_.model.seq_len);
+    const double factor = trainer_.info().receive_factor, loss = trainer_.evaluate(data_, count), raised = trainer_.info().receive_factor;
+    if (recorder_ == nullptr) return;
+    if (raised > factor)
+      recorder_->note(fmt::format("step {}: a receive budget overflowed in the evaluation, receive factor now {:.3f}", trainer_.steps_done(), raised));
+    recorder_->eval(trainer_.steps_done(), loss, n * config_.model.seq_len);
   }
 
  private:

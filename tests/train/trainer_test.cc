@@ -252,6 +252,23 @@ TEST(TrainerTest, OverflowedStepsAreRunAgainAndChangeNothing) {
   EXPECT_GE(more.steps[0].receive_factor, factor);
 }
 
+// Evaluated batches may need more than the steps did; the run goes on with a larger budget, and every loss is that of exact sizes.
+TEST(TrainerTest, AnOverflowInAnEvaluationDoesNotEndTheRun) {
+  RunFolder folder;
+  Recording eager, captured;
+  const std::vector<std::string> common = {"train.steps=6", "train.warmup_steps=2", "train.eval_every=1", "train.sample_tokens=0"};
+  const auto with = [&common](std::vector<std::string> more) {
+    more.insert(more.end(), common.begin(), common.end());
+    return more;
+  };
+  const TrainResult exact = folder.train("eager", with({}), eager);
+  const TrainResult result = folder.train("captured", with({"exchange.mode=captured", "exchange.receive_factor=1"}), captured);
+  const auto is_of_evaluation = [](const std::string& note) { return note.find("overflowed in the evaluation") != std::string::npos; };
+  EXPECT_TRUE(std::any_of(captured.notes.begin(), captured.notes.end(), is_of_evaluation));
+  EXPECT_EQ(captured.losses, eager.losses);
+  EXPECT_EQ(result.held_out_loss, exact.held_out_loss);
+}
+
 TEST(TrainerTest, AGradientThatIsNotFiniteChangesNothing) {
   RunFolder folder;
   const RunConfig config = folder.config();
