@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective_error.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -36,12 +37,12 @@ void run_together(Fabric& world, const char* phase, const std::function<void()>&
   const Outcome mine = run_local(body);
   std::vector<Outcome> all(static_cast<std::size_t>(world.size()));
   world.all_gather(&mine, all.data(), sizeof(Outcome), phase);
-  for (const Outcome& outcome : all) {
-    if (outcome.code == 0) continue;
-    if (on_failure && world.rank() == 0) on_failure();
-    world.barrier(phase);
-    throw Error(static_cast<ErrorCode>(outcome.code), outcome.message);
-  }
+  const auto first = std::find_if(all.begin(), all.end(), [](const Outcome& outcome) { return outcome.code != 0; });
+  if (first == all.end()) return;
+  if (on_failure && world.rank() == 0) on_failure();
+  world.barrier(phase);
+  const bool everywhere = std::all_of(all.begin(), all.end(), [&first](const Outcome& o) { return std::strcmp(o.message, first->message) == 0; });
+  throw Error(static_cast<ErrorCode>(first->code), everywhere ? first->message : fmt::format("rank {}: {}", first - all.begin(), first->message));
 }
 
 }  // namespace waybill

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs a local step on every rank and lets all ranks fail together: the lowest failing rank's error is thrown on each of them, after
-// all have stopped, so that rank 0 may clean up.
+// all have stopped, so that rank 0 may clean up. Its text begins with "rank N: ", unless every rank says the same.
 #pragma once
 
 #include <functional>

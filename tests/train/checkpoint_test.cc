@@ -316,6 +316,15 @@ TEST(CheckpointTest, EveryRankReportsTheSameFault) {
   });
   EXPECT_THAT(texts[0], HasSubstr("optimizer.v.layers.0.moe.experts.3.w1 is corrupt"));
   EXPECT_EQ(texts[0], texts[1]);
+  // Named is the rank that found it, by every rank and once.
+  const std::string outside = error_text([&] {
+    run_ranks(2, [&](Fabric& world) {
+      F28State state(2, world.rank(), false);
+      load_checkpoint(path, state.tensors(), world);
+    });
+  });
+  EXPECT_THAT(outside, testing::StartsWith("rank 1: " + data + ": tensor"));
+  EXPECT_EQ(outside, texts[0]);
 }
 
 TEST(CheckpointTest, ChecksumMatchesItsPublishedCheckValue) {

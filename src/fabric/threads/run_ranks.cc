@@ -2,6 +2,7 @@
 // P ranks as threads of this process.
 #include <exception>
 #include <mutex>
+#include <string_view>
 #include <system_error>
 #include <thread>
 
@@ -18,6 +19,14 @@ struct Failure {
   std::string text;  // empty: not a std::exception
   std::exception_ptr original;
 };
+
+// "rank 2: ...": all ranks throw what one of them found.
+bool names_a_rank(const std::string& text) {
+  constexpr std::string_view kPrefix = "rank ";
+  if (!text.starts_with(kPrefix)) return false;
+  const std::size_t end = text.find_first_not_of("0123456789", kPrefix.size());
+  return end != std::string::npos && end > kPrefix.size() && text.compare(end, 2, ": ") == 0;
+}
 
 class Failures {
  public:
@@ -53,6 +62,7 @@ class Failures {
       if (failure.code == first->code && failure.text == first->text && failure.rank < first->rank) first = &failure;
     }
     if (first->text.empty()) std::rethrow_exception(first->original);
+    if (names_a_rank(first->text)) throw Error(first->code, first->text);
     WB_FAIL(first->code, "rank {}: {}", first->rank, first->text);
   }
 
