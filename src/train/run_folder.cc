@@ -47,8 +47,9 @@ std::string route_folder(const std::string& run_dir, std::int64_t step, int laye
 }
 
 std::unique_ptr<RunLock> create_run_folder(const std::string& run_dir, const RunConfig& config) {
-  WB_CHECK(!fs::exists(run_dir) || (fs::is_directory(run_dir) && holds_nothing(run_dir)),
-           "run folder {} exists and is not empty; give another --run-dir, or --resume {} to continue it", run_dir, run_dir);
+  WB_CHECK(!fs::exists(run_dir) || fs::is_directory(run_dir), "run folder {} exists and is not a folder; give another --run-dir", run_dir);
+  WB_CHECK(!fs::exists(run_dir) || holds_nothing(run_dir), "run folder {} exists and is not empty; give another --run-dir, or --resume {} to continue it",
+           run_dir, run_dir);
   std::error_code error;
   const bool is_new = fs::create_directories(run_dir, error);
   if (error) WB_FAIL(ErrorCode::kIo, "cannot create run folder {}: {}", run_dir, error.message());

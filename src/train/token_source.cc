@@ -17,6 +17,7 @@ namespace fs = std::filesystem;
 
 template <class T>
 void append_file(const fs::path& path, std::vector<T>& out) {
+  if (fs::is_fifo(path)) WB_FAIL(ErrorCode::kIo, "cannot read {}: it is a pipe, which has no size; write it to a file first", path.string());
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) WB_FAIL(ErrorCode::kIo, "cannot read {}: {}", path.string(), std::strerror(errno));
   const auto bytes = static_cast<std::int64_t>(file.tellg());

@@ -39,6 +39,10 @@ TEST_F(CliTest, NumbersOutOfRangeAreNamed) {
   expect_refused(kWaybill + " inspect load " + folder_.run("r") + " --last -5", "-5 must be an integer of at least 0");
 }
 
+TEST_F(CliTest, ARefusedModelIsNotHalfPrinted) {
+  expect_refused(kWaybill + " inspect model " + golden_ + " -P 3", "golden: layer 1: E = 8 is not divisible by P = 3");
+}
+
 TEST_F(CliTest, ARunNameCannotLeadElsewhere) {
   for (const std::string name : {"../x", "a/b", "", ".hidden", "-x"}) {
     expect_refused(base_ + "--set 'name=\"" + name + "\"'", "must be 1 to 100 letters, digits, '-', '_' or '.', and begin with a letter or digit");
@@ -55,11 +59,19 @@ TEST_F(CliTest, FoldersAndUnreadableFilesAreNamed) {
   expect_refused(kWaybill + " bench gemm --json " + (folder_ / "none/a.json"), "none is not a folder");
   expect_refused(kWaybill + " bench router --save-route " + (folder_ / "none/a.route"), "--save-route");
   expect_refused(kWaybill + " train " + golden_ + " --text /dev/zero --run-dir " + (folder_ / "r"), "/dev/zero");
+  ASSERT_EQ(mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  expect_refused(kWaybill + " train " + golden_ + " --text " + (folder_ / "pipe") + " --run-dir " + (folder_ / "r"), "it is a pipe, which has no size");
+  expect_refused(base_ + "--run-dir " + folder_.text(), folder_.text() + " exists and is not a folder");
   if (geteuid() == 0) return;  // root reads everything
   fs::create_directory(folder_ / "closed");
   chmod((folder_ / "closed").c_str(), 0);
   expect_refused(kWaybill + " train " + golden_ + " --text " + (folder_ / "closed") + " --run-dir " + (folder_ / "r"), "cannot read folder");
   chmod((folder_ / "closed").c_str(), 0755);
+}
+
+TEST_F(CliTest, NamesWithControlCharactersStayOnOneLine) {
+  for (const std::string command : {"", "train ", "inspect route ", "bench gemm --dtype "})
+    expect_refused(kWaybill + " " + command + "'a\nb\033[2J'", "a?b?[2J");
 }
 
 TEST_F(CliTest, TwoSourcesOfTokensAreRefusedOrSaid) {

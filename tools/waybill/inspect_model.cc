@@ -55,6 +55,7 @@ Inspected inspect(const ModelOptions& options, const RunConfig& run) {
     i.plan.optimizer_bytes = 12;
     i.plan.activation_bytes = 2;
   }
+  memory_per_rank(i.model, i.plan);  // refuses ranks that do not divide the experts while nothing is printed yet
   return i;
 }
 

@@ -6,6 +6,7 @@
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -66,14 +67,22 @@ void wire_log() {
   });
 }
 
-// One line, as every other refusal.
-std::string parse_failure(const CLI::App*, const CLI::Error& error) { return fmt::format("waybill: {} (--help lists the options)\n", error.what()); }
+// One line, whatever the names in it hold: control characters are shown as '?'.
+std::string refusal(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, '?');
+  return "waybill: " + text + "\n";
+}
+
+std::string parse_failure(const CLI::App*, const CLI::Error& error) { return refusal(fmt::format("{} (--help lists the options)", error.what())); }
+
+void refuse(const std::string& text) { fmt::print(stderr, "{}", refusal(text)); }
 
 // Runs the command that the arguments name; its exit code.
 int run(CLI::App& app, int argc, char** argv) {
   try {
     if (const std::string unknown = unknown_command(app, argc, argv); !unknown.empty()) {
-      fmt::print(stderr, "waybill: {} (--help lists the commands)\n", unknown);
+      refuse(unknown + " (--help lists the commands)");
       return kExitBadInput;
     }
     app.parse(argc, argv);
@@ -83,19 +92,19 @@ int run(CLI::App& app, int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kExitBadInput;
   } catch (const waybill::Error& error) {
-    fmt::print(stderr, "waybill: {}\n", error.what());
+    refuse(error.what());
     return error.code() == waybill::ErrorCode::kInternal ? kExitBug : kExitBadInput;
   } catch (const std::filesystem::filesystem_error& error) {
-    fmt::print(stderr, "waybill: {}\n", error.what());
+    refuse(error.what());
     return kExitBadInput;
   } catch (const std::system_error& error) {  // of a write to standard output says main()
-    if (std::ferror(stdout) == 0) fmt::print(stderr, "waybill: {}\n", error.what());
+    if (std::ferror(stdout) == 0) refuse(error.what());
     return kExitBadInput;
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "waybill: out of memory\n");
+    refuse("out of memory");
     return kExitBadInput;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "waybill: unexpected: {}\n", error.what());
+    refuse(fmt::format("unexpected: {}", error.what()));
     return kExitBug;
   }
 }

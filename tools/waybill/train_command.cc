@@ -65,7 +65,7 @@ std::string default_run_dir(const std::string& name) {
 }
 
 void list_keys() {
-  for (const ConfigKeyInfo& key : config_keys()) fmt::print("{:<28} {:<14} {} ({})\n", key.name, key.default_value, key.help, key.allowed);
+  for (const ConfigKeyInfo& key : config_keys()) fmt::print("{:<29} {:<14} {} ({})\n", key.name, key.default_value, key.help, key.allowed);
 }
 
 void print_result(const TrainResult& result, const std::string& run_dir) {
