@@ -151,6 +151,9 @@ TEST(BenchLoads, RecordedRoutesAreReplayedAtAnyNumberOfRanks) {
   EXPECT_THAT(text, ::testing::HasSubstr("routes are replayed"));
   options.E = 16;
   EXPECT_THAT(error_of([&] { options.resolve(); }), ::testing::HasSubstr("cannot be given"));
+  std::filesystem::rename(folder / "rank_001.route", folder / "rank_002.route");
+  EXPECT_THAT(error_of([&] { load_recorded(options.load); }), ::testing::HasSubstr("rank_001.route is missing, but routes of 2 ranks are there"));
+  std::filesystem::remove(folder / "rank_002.route");
   save_route((folder / "rank_001.route").string(), Route(1, 2, 16).view());
   EXPECT_THAT(error_of([&] { load_recorded(options.load); }), ::testing::HasSubstr("E = 16, but rank 0"));
   std::filesystem::remove_all(folder);

@@ -85,6 +85,11 @@ std::vector<Route> load_recorded(const std::string& load) {
     }
   }
   if (routes.empty()) WB_FAIL(ErrorCode::kIo, "{}: no rank_000.route; give RUN/routes/step_*/layer_* of a run with --record-routes", folder.string());
+  const auto is_of_rank = [](const auto& entry) { return entry.path().filename().string().starts_with("rank_") && entry.path().extension() == ".route"; };
+  const auto files = std::count_if(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator(), is_of_rank);
+  if (files != static_cast<std::ptrdiff_t>(routes.size())) {  // some rank's tokens would be left out
+    WB_FAIL(ErrorCode::kIo, "{}: rank_{:03}.route is missing, but routes of {} ranks are there", folder.string(), routes.size(), files);
+  }
   return routes;
 }
 
