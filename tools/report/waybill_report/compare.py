@@ -121,6 +121,7 @@ def svg(curves):
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e3e3e3"/>' + text(LEFT - 8, y(tick) + 4, f"{tick:g}", "end"))
     for tick in ticks(0, right):
         parts.append(text(x(tick), HEIGHT - BOTTOM + 18, f"{tick:g}"))
+    legend = WIDTH - max(150, 50 + 7 * max(len(curve["name"]) for curve in curves))  # about 7 units a letter
     parts.append(text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 8, "step") + text(LEFT, 15, f"loss, nats a token (lines: training, mean of {CHUNK} steps; circles: held out)", "start"))
     for index, curve in enumerate(curves):
         color = COLORS[index % len(COLORS)]
@@ -128,7 +129,7 @@ def svg(curves):
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         parts += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4" fill="none" stroke="{color}" stroke-width="1.5"/>' for step, loss in curve["held_out"] if loss is not None]
         at = TOP + 22 + 18 * index
-        parts.append(f'<line x1="{WIDTH - 150}" x2="{WIDTH - 120}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2.5"/>' + text(WIDTH - 112, at + 4, curve["name"], "start"))
+        parts.append(f'<line x1="{legend}" x2="{legend + 30}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2.5"/>' + text(legend + 38, at + 4, curve["name"], "start"))
     return "\n".join(parts + ["</svg>", ""])
 
 
