@@ -46,7 +46,7 @@ void check_row_vector(const char* op, const char* name, const TensorView& view, 
 const float* floats(const TensorView& view) { return view ? view.as<float>() : nullptr; }
 const std::int32_t* num_rows(const GroupedGemmArgs& product, const detail::GroupedShape& shape) { return product.offsets.as<std::int32_t>() + shape.L; }
 
-// What lies between the two calls: the caller's y, or on the CPU memory of the call.
+// What lies between the two calls: the caller's y, or on the CPU memory of the call, of the type that the fused kernels round to.
 template <class Args>
 GroupedGemmArgs with_middle(const GemmCall<Args>& call, std::int64_t rows, DType dtype, Tensor& memory) {
   GroupedGemmArgs product = call.args.product;
@@ -64,14 +64,14 @@ std::string refuse_composed(const GemmCall<Args>& call) {
 
 void run_composed_forward(const GemmCall<Forward>& call) {
   Tensor memory;
-  const GroupedGemmArgs product = with_middle(call, call.args.out.shape[0], DType::kF32, memory);
+  const GroupedGemmArgs product = with_middle(call, call.args.out.shape[0], call.args.out.dtype, memory);
   grouped_gemm(product, call.stream);
   activation_forward(call.args.activation, product.y, floats(call.args.weight), call.args.out, call.stream, num_rows(product, call.shape));
 }
 
 void run_composed_backward(const GemmCall<Backward>& call) {
   Tensor memory;
-  const GroupedGemmArgs product = with_middle(call, call.args.h.shape[0], DType::kF32, memory);
+  const GroupedGemmArgs product = with_middle(call, call.args.h.shape[0], call.args.h.dtype, memory);
   grouped_gemm(product, call.stream);
   activation_backward(call.args.activation, call.args.h, floats(call.args.weight), product.y, call.args.dh, const_cast<float*>(floats(call.args.d_weight)),
                       call.stream, num_rows(product, call.shape));
