@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // 8-bit grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense E4M3 8192^3 of
 // the same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails.
-//   bench_cuda_fp8 OUT.jsonl [--filter TEXT] [--loads] [--sweep]
+//   bench_cuda_fp8 OUT.jsonl [--filter TEXT] [--op TEXT] [--loads] [--sweep]
 //     --loads   also softmax, one expert with 90%, and zipf loads
 //     --sweep   every tile and band instead of the policy's choice, briefly; no records
 // Operands are normal values quantised by the GPU quantisers (1 x 128, 128 x 128, 128 x 1, scales powers of two) before the clock starts.
@@ -110,6 +110,7 @@ struct Coded {
     c.turned = DeviceBuffer(size(blocks * columns * 128)), c.turned_scales = DeviceBuffer(size(blocks * columns * 4));
     QuantizedView straight, turn;
     straight.codes = view(c.codes, DType::kU8, {S, columns}), straight.scales = view(c.scales, DType::kF32, {S, k_blocks});
+    straight.scales.stride[0] = 1, straight.scales.stride[1] = S;  // those of adjacent rows adjacent
     turn.turned = view(c.turned, DType::kU8, {blocks, columns, 128}), turn.scales = view(c.turned_scales, DType::kF32, {blocks, columns});
     quantize_both(fp8_rows(), {ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1}, view(x, DType::kBF16, {S, columns}),
                   view(offsets, DType::kI32, {L + 1}), straight, turn, {kGpu, nullptr, nullptr});
@@ -158,7 +159,7 @@ class Bench {
     const Coded& b = op < kStore ? w_ : a_;
     p.a = (op < kStore ? a.codes : a.turned).data(), p.b = (op == kForward ? b.codes : b.turned).data();
     p.a_scales = (op < kStore ? a.scales : a.turned_scales).as<float>(), p.b_scales = (op < kStore ? b.scales : b.turned_scales).as<float>();
-    p.a_scale_stride = op == kForward ? c_blocks : n_blocks;
+    p.a_scale_stride = 1, p.a_scale_k = S_;
     p.b_scale_group = n_blocks * c_blocks, p.b_scale_column = op == kForward ? c_blocks : 1, p.b_scale_k = op == kForward ? 1 : c_blocks;
     p.b_is_turned = op == kDgrad, p.max_blocks = max_block_rows(S_, s_.L, 128);
     return p;
@@ -220,10 +221,11 @@ class Anchor {
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
 
-void measure(const Shape& shape, double dense) {
+void measure(const Shape& shape, double dense, const std::string& only) {
   const Bench bench(shape);
   for (int i = 0; i < kNumOps; ++i) {
     const auto op = static_cast<Op>(i);
+    if (std::string(kOpNames[i]).find(only) == std::string::npos) continue;
     const Fp8Tuning tuning = choose_fp8_tuning(bench.problem(op), 132);
     const bool checked = bench.check(op, tuning);
     const Spread t = bench.time(op, tuning, 5, 10, 15);
@@ -242,10 +244,11 @@ void measure(const Shape& shape, double dense) {
   }
 }
 
-void sweep(const Shape& shape, double dense) {
+void sweep(const Shape& shape, double dense, const std::string& only) {
   const Bench bench(shape);
   for (int i = 0; i < kNumOps; ++i) {
     const auto op = static_cast<Op>(i);
+    if (std::string(kOpNames[i]).find(only) == std::string::npos) continue;
     const Fp8Problem p = bench.problem(op);
     std::string line = fmt::format("{:<16} {:<28} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(op) * dense / kTargetDense);
     for (const Fp8Kernel& kernel : fp8_kernels(p.form, p.output, p.types)) {
@@ -288,7 +291,7 @@ std::vector<Shape> shapes(bool with_loads) {
 }
 
 int main_checked(int argc, char** argv) {
-  std::string path = "fp8.jsonl", filter;
+  std::string path = "fp8.jsonl", filter, only;
   bool with_loads = false, is_sweep = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
@@ -298,6 +301,8 @@ int main_checked(int argc, char** argv) {
       is_sweep = true;
     } else if (argument == "--filter" && i + 1 < argc) {
       filter = argv[++i];
+    } else if (argument == "--op" && i + 1 < argc) {
+      only = argv[++i];
     } else {
       path = argument;
     }
@@ -310,7 +315,7 @@ int main_checked(int argc, char** argv) {
   fmt::print("dense E4M3 8192^3, cuBLASLt, fast accumulation: {:.1f} TFLOP/s\n", dense);
   for (const Shape& shape : shapes(with_loads)) {
     if (!filter.empty() && fmt::format("{}x{} N{} C{} {}", shape.L, shape.rows, shape.N, shape.C, shape.load).find(filter) == std::string::npos) continue;
-    is_sweep ? sweep(shape, dense) : measure(shape, dense);
+    is_sweep ? sweep(shape, dense, only) : measure(shape, dense, only);
   }
   const double after = anchor.tflops();
   fmt::print("dense E4M3 8192^3, cuBLASLt, afterwards: {:.1f} TFLOP/s\n", after);

@@ -56,7 +56,8 @@ WB_API std::int64_t max_block_rows(std::int64_t S, std::int64_t L, std::int64_t 
 // x [S, C] fp32 or bf16 -> codes and scales. Rows past offsets[L] are neither read nor written.
 //   offsets  [L + 1] int32, or null: all rows are one group. Weights [L, N, C] go in as [L * N, C] with offsets g * N.
 //   codes    [S, C] f8e4m3, f8e5m2 or u8; E2M1: [S, C / 2] u8, the even column in the low half
-//   scales   [block_row_offsets[L], ceil(C / block_columns)]: u8 (kE8M0), f32 (kPowerOfTwo, kF32), f8e4m3 or u8 (kE4M3)
+//   scales   [block_row_offsets[L], ceil(C / block_columns)]: u8 (kE8M0), f32 (kPowerOfTwo, kF32), f8e4m3 or u8 (kE4M3); any strides: the
+//            8-bit matmuls (waybill/quantized_gemm.h) read 1 x 128 scales fastest where those of adjacent rows are adjacent
 //   group_scales [L] f32, written for kE4M3 only: S_g = 448 * 6 / (largest magnitude of the group); 1 for zeros
 //   turned   [block_row_offsets(offsets, 128)[L], C, 128], 8-bit elements: the codes once more (or only: codes may be null then) for a product
 //            that contracts over rows: blocks of 128 rows, a column's rows adjacent, zeros past the group's end

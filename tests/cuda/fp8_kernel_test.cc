@@ -77,7 +77,7 @@ TEST(GroupedFp8Cuda, WidthsOfModelsAndPartialTiles) {
           const bool is_tn = form == GemmForm::kTN;
           if (turned && is_tn) continue;
           Fp8Sizes sizes{form, GemmOutput::kBf16, Fp8Types::kE4M3, {130, 0, 1, 300, 64}, is_tn ? k : 0, n, is_tn ? 0 : k};
-          sizes.bias = !is_tn, sizes.turned = turned, sizes.scale = k == 768 ? ScaleFormat::kF32 : ScaleFormat::kPowerOfTwo;
+          sizes.bias = !is_tn, sizes.turned = turned, sizes.row_scales = n == 136, sizes.scale = k == 768 ? ScaleFormat::kF32 : ScaleFormat::kPowerOfTwo;
           expect_right(sizes, tuned(sizes), 300000);
         }
       }
@@ -194,7 +194,8 @@ TEST(GroupedFp8Cuda, ARowDoesNotDependOnOthersOrOnTheTile) {
 
 TEST(GroupedFp8Cuda, ACapturedGraphFollowsNewOffsets) {
   WB_NEEDS_HOPPER();
-  const Fp8Sizes sizes{GemmForm::kNT, GemmOutput::kBf16, Fp8Types::kE4M3, {500, 200, 0, 324}, 0, 520, 272, ScaleFormat::kPowerOfTwo, false, false, false, 0};
+  const Fp8Sizes sizes{
+      GemmForm::kNT, GemmOutput::kBf16, Fp8Types::kE4M3, {500, 200, 0, 324}, 0, 520, 272, ScaleFormat::kPowerOfTwo, false, false, false, false, 0};
   const Fp8Case c(sizes);
   c.run({});
   const GraphExec graph = GraphExec::capture(c.cuda_stream(), [&](cudaStream_t stream) { run_fp8(c.problem(), {}, 0, stream); });

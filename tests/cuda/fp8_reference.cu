@@ -46,7 +46,7 @@ __device__ Sum sum_rows(const Check& c, long long row, long long column, int g) 
   for (long long k = 0; k < c.p.k; ++k) {
     const long long kb = k / 128;
     const double b = c.p.b_is_turned ? b_code(c, ((g * k_blocks + kb) * c.p.n + column) * 128 + k % 128) : b_code(c, (g * c.p.n + column) * c.p.k + k);
-    const double scale = static_cast<double>(c.p.a_scales[row * c.p.a_scale_stride + kb]) *
+    const double scale = static_cast<double>(c.p.a_scales[row * c.p.a_scale_stride + kb * c.p.a_scale_k]) *
                          c.p.b_scales[g * c.p.b_scale_group + column / 128 * c.p.b_scale_column + kb * c.p.b_scale_k];
     s.add(a_code(c, row * c.p.k + k) * b * scale);
   }

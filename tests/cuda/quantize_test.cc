@@ -210,6 +210,28 @@ TEST_F(QuantizeCuda, RowsWithStrides) {
   }
 }
 
+TEST_F(QuantizeCuda, ScalesWithStrides) {
+  const Pair offs = offsets({70, 58});
+  const Pair x = wild(DType::kBF16, 128, 512, 12);
+  for (const QuantConfig& config : {fp8_rows(), mxfp8_rows(), mxfp8_columns(), fp8_tiles(), nvfp4_rows(),
+                                    QuantConfig{ElementFormat::kE4M3, ScaleFormat::kE8M0, ScaleRule::kRoundUp, 16, 16}}) {
+    const CodedPair q(config, 128, 512, offs.cpu(), false, false);
+    const auto turn = [](QuantizedView v) {
+      v.scales.stride[0] = 1, v.scales.stride[1] = v.scales.shape[0];
+      return v;
+    };
+    quantize(config, x.cpu(), offs.cpu(), turn(q.cpu()));
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    quantize(config, x.gpu(), offs.gpu(), turn(q.gpu()), {kGpu, nullptr, nullptr});
+    EXPECT_EQ(q.difference(), "") << name_of(config);
+    Pair y(DType::kBF16, {128, 512});
+    dequantize(config, turn(q.cpu()), offs.cpu(), y.cpu());
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    dequantize(config, turn(q.gpu()), offs.gpu(), y.gpu(), {kGpu, nullptr, nullptr});
+    EXPECT_EQ(y.difference("values"), "") << name_of(config);
+  }
+}
+
 TEST_F(QuantizeCuda, ACapturedCallFollowsNewOffsets) {
   const Pair x = wild(DType::kBF16, 300, 256, 10);
   for (const QuantConfig& config : {mxfp8_rows(), mxfp8_columns(), nvfp4_rows()}) {

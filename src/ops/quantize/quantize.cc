@@ -60,10 +60,10 @@ namespace {
 
 constexpr std::int64_t kTurnedRows = 128, kMaxDeviceGroups = 4096;
 
-void check_matrix(const char* name, const TensorView& view, std::int64_t rows, std::int64_t columns, Device device) {
+void check_matrix(const char* name, const TensorView& view, std::int64_t rows, std::int64_t columns, Device device, bool any_stride = false) {
   WB_CHECK(view.rank == 2 && view.shape[0] >= rows && view.shape[1] == columns, "quantize: {} must be [{}, {}], got {}", name, rows, columns, view.describe());
   WB_CHECK(view.device == device, "quantize: {} is not on {}: {}", name, to_string(device), view.describe());
-  WB_CHECK(columns <= 1 || view.stride[1] == 1, "quantize: the columns of {} must be adjacent, got stride {}", name, view.stride[1]);
+  WB_CHECK(any_stride || columns <= 1 || view.stride[1] == 1, "quantize: the columns of {} must be adjacent, got stride {}", name, view.stride[1]);
   WB_CHECK(view.data != nullptr || view.size() == 0, "quantize: {} has no memory: {}", name, view.describe());
 }
 
@@ -134,14 +134,17 @@ void check(const QuantConfig& config, const TensorView& wide, const TensorView& 
     check_matrix("codes", q.codes, device.type == DeviceType::kCpu ? groups.rows : S, config.element == ElementFormat::kE2M1 ? C / 2 : C, device);
     WB_CHECK(is_code_dtype(config.element, q.codes.dtype), "quantize: codes have the wrong type: {}", q.codes.describe());
   }
-  check_matrix("scales", q.scales, groups.blocks, (C + config.block_columns - 1) / config.block_columns, device);
+  check_matrix("scales", q.scales, groups.blocks, (C + config.block_columns - 1) / config.block_columns, device, true);
   WB_CHECK(is_scale_dtype(config.scale, q.scales.dtype), "quantize: scales have the wrong type: {}", q.scales.describe());
   if (config.scale == ScaleFormat::kE4M3) {
     WB_CHECK(q.group_scales.rank == 1 && q.group_scales.shape[0] == groups.L && q.group_scales.dtype == DType::kF32 && q.group_scales.device == device,
              "quantize: group_scales must be f32 [{}] on {}, got {}", groups.L, to_string(device), q.group_scales.describe());
   }
   if (q.turned) check_turned(config, q.turned, C, groups.turned_blocks, device);
-  if (q.swizzled) check_swizzled(config, q.swizzled, device);
+  if (!q.swizzled) return;
+  check_swizzled(config, q.swizzled, device);
+  WB_CHECK(q.scales.shape[1] <= 1 || q.scales.stride[1] == 1, "quantize: the columns of scales must be adjacent beside swizzled ones, got stride {}",
+           q.scales.stride[1]);
 }
 
 // --- CPU: the further copies, from codes and scales ---

@@ -145,7 +145,7 @@ float load_scale(const QuantConfig& config, const TensorView& scales, std::int64
 void quantize_block(const QuantConfig& config, const TensorView& x, const QuantizedView& out, const BlockRow& block, std::int64_t begin, std::int64_t end,
                     float group) {
   const BlockScale scale(config, largest_magnitude(x, block.begin, block.end, begin, end), group);
-  scale.store(out.scales, block.scale_row * out.scales.stride[0] + begin / config.block_columns);
+  scale.store(out.scales, block.scale_row * out.scales.stride[0] + begin / config.block_columns * out.scales.stride[1]);
   for (std::int64_t row = block.begin; row < block.end; ++row) {
     for (std::int64_t c = begin; c < end; ++c) {
       const float value = scale.to_element(load(x, row * x.stride[0] + c));
@@ -189,7 +189,7 @@ void dequantize_ref(const QuantConfig& config, const QuantizedView& q, const Ten
       for (std::int64_t row = block.begin; row < block.end; ++row) {
         for (std::int64_t c = 0; c < C; ++c) {
           float value = decode_element(config.element, load_code(config, q.codes, row, c)) *
-                        load_scale(config, q.scales, block.scale_row * q.scales.stride[0] + c / config.block_columns);
+                        load_scale(config, q.scales, block.scale_row * q.scales.stride[0] + c / config.block_columns * q.scales.stride[1]);
           if (config.scale == ScaleFormat::kE4M3) value /= q.group_scales.as<float>()[block.group];
           const std::int64_t index = row * y.stride[0] + c;
           if (y.dtype == DType::kF32) {

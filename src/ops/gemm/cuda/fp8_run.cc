@@ -48,7 +48,7 @@ void fill_operands(Fp8Params& params, const Fp8Problem& p, const GemmTile& tile)
   params.d = make_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
                              gemm_limits::kBufferRows);
   params.a_scales = p.a_scales, params.b_scales = p.b_scales;
-  params.a_scale_stride = is_tn ? p.m : p.a_scale_stride, params.b_scale_stride = p.n;
+  params.a_scale_stride = is_tn ? p.m : p.a_scale_stride, params.a_scale_k = p.a_scale_k, params.b_scale_stride = p.n;
   params.b_scale_group = p.b_scale_group, params.b_scale_column = p.b_scale_column, params.b_scale_k = p.b_scale_k;
   params.b_blocks = p.b_is_turned ? static_cast<int>(k_blocks) : 0, params.max_blocks = static_cast<int>(p.max_blocks);
 }

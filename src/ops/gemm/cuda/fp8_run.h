@@ -20,7 +20,8 @@ struct Fp8Problem {
   std::int64_t m = 0, n = 0, k = 0;  // m: kTN only; k: kNT only
   const void *a, *b;
   const float *a_scales, *b_scales;
-  std::int64_t a_scale_stride = 0;  // kNT: k blocks; kTN: m
+  // kNT: scales of A, [rows, k blocks] with any strides; those of adjacent rows adjacent (1) is fastest. kTN: [blocks, m].
+  std::int64_t a_scale_stride = 0, a_scale_k = 1;
   // kNT: scales of B's tiles, [groups, n blocks, k blocks] with any strides. b_is_turned: B is [groups * k blocks, n, 128], as quantize() turns
   // tiles of a [groups, k, n] tensor.
   std::int64_t b_scale_group = 0, b_scale_column = 0, b_scale_k = 0;

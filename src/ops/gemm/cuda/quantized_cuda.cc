@@ -67,7 +67,7 @@ void multiply_fp8(const RowProduct& x, const GroupedShape& s, Stream stream) {
   p.form = GemmForm::kNT, p.output = output_of(x.d, x.accumulate), p.types = types_of(x.op, x.rows.config, x.weights.config);
   p.groups = s.L, p.rows = s.S, p.n = x.n, p.k = x.k, p.a = x.rows.q.codes.data, p.b = b.data;
   p.a_scales = static_cast<const float*>(x.rows.q.scales.data), p.b_scales = static_cast<const float*>(x.weights.q.scales.data);
-  p.a_scale_stride = s.S > 1 ? x.rows.q.scales.stride[0] : k_blocks;
+  p.a_scale_stride = x.rows.q.scales.stride[0], p.a_scale_k = x.rows.q.scales.stride[1];
   p.b_scale_group = n_blocks * k_blocks, p.b_scale_column = x.inner ? k_blocks : 1, p.b_scale_k = x.inner ? 1 : n_blocks, p.b_is_turned = !x.inner;
   p.offsets = offsets_of(x.offsets), p.d = x.d.data, p.bias = static_cast<const float*>(x.bias ? x.bias.data : nullptr), p.status = x.status;
   run(x.op, p, stream);

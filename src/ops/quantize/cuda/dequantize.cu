@@ -17,10 +17,11 @@ constexpr int kThreads = 256, kWarps = kThreads / 32, kWarpColumns = 256;
 
 // Pieces of a lane, as many as registers hold.
 template <ElementFormat kFormat, int kBlockRows>
-constexpr int kUnderWay = kFormat == ElementFormat::kE2M1&& kBlockRows > 1 ? 1 : 2;
+constexpr int kUnderWay = kBlockRows == 1 ? 2 : 1;
 
 struct DequantizeGrid {
   int segments;       // of kWarpColumns a row
+  int shift;          // log2 of block_columns, where is_wide
   bool is_wide;       // 8 codes and 8 results of a lane are aligned
   bool needs_groups;  // for block rows or NVFP4's scales
 };
@@ -38,8 +39,7 @@ __device__ __forceinline__ float2 decode_two(uint2 codes, int i) {
     const std::uint32_t both = codes.x >> (8 * i);
     return make_float2(decode_one<kFormat>(both), decode_one<kFormat>(both >> 4));
   }
-  const std::uint32_t both = (i < 2 ? codes.x : codes.y) >> (16 * (i % 2));
-  return make_float2(decode_one<kFormat>(both & 0xffu), decode_one<kFormat>(both >> 8 & 0xffu));
+  return decode_pair<kFormat>((i < 2 ? codes.x : codes.y) >> (16 * (i % 2)));
 }
 
 template <ElementFormat kFormat>
@@ -54,8 +54,8 @@ struct LaneScales {
   uint2 bytes;
 };
 
-__device__ __forceinline__ LaneScales load_scales(const CodedRows& in, std::int64_t scale_row, int column) {
-  const std::int64_t at = scale_row * in.scale_stride + column / in.block_columns;
+__device__ __forceinline__ LaneScales load_scales(const CodedRows& in, int shift, std::int64_t scale_row, int column) {
+  const std::int64_t at = scale_row * in.scale_stride + (column >> shift) * in.scale_column_stride;
   LaneScales scales{};
   if (in.block_columns == 1 && in.scale == ScaleFormat::kE8M0) {
     scales.bytes = __ldg(reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(in.scales) + at));
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_eight(const WideRows& y, const CodedRows& 
   const bool has_bytes = in.block_columns == 1 && in.scale == ScaleFormat::kE8M0, has_one = in.block_columns > 1;
   const auto scale = [&](int i) {
     if (has_bytes) return decode_e8m0_bits((i < 4 ? scales.bytes.x : scales.bytes.y) >> (8 * (i % 4)) & 0xffu);
-    return has_one ? scales.one : scale_at(in, scale_row * in.scale_stride + column + i);
+    return has_one ? scales.one : scale_at(in, scale_row * in.scale_stride + (column + i) * in.scale_column_stride);
   };
   float v[8];
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_singly(const WideRows& y, const CodedRows&
   for (int c = column; c < min(column + 8, y.columns); ++c) {
     const std::uint8_t* codes = in.codes + row * in.code_stride;
     const std::uint32_t code = kFormat == ElementFormat::kE2M1 ? codes[c / 2] >> (4 * (c % 2)) : codes[c];
-    const float value = __fmul_rn(decode_one<kFormat>(code), scale_at(in, scale_row * in.scale_stride + c / in.block_columns));
+    const float value = __fmul_rn(decode_one<kFormat>(code), scale_at(in, scale_row * in.scale_stride + c / in.block_columns * in.scale_column_stride));
     store_value(y, row, c, in.scale == ScaleFormat::kE4M3 ? __fdiv_rn(value, group) : value);
   }
 }
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(const WideRows y, const C
       if (scale_row[i] >= in.scale_rows) column[i] = y.columns;
       if (!grid.is_wide || column[i] >= y.columns) continue;
       codes[i] = load_codes<kFormat>(in, row[i], column[i]);
-      scales[i] = load_scales(in, scale_row[i], column[i]);
+      scales[i] = load_scales(in, grid.shift, scale_row[i], column[i]);
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -161,7 +161,10 @@ void launch(const WideRows& y, const CodedRows& in, cudaStream_t stream) {
                           in.code_stride % 8 == 0 && y.columns % 8 == 0;
   // Two levels of scales under 8-bit elements, which no recipe has, go singly.
   const bool is_plain = in.scale != ScaleFormat::kE4M3 || kFormat == ElementFormat::kE2M1;
-  const DequantizeGrid grid{(y.columns + kWarpColumns - 1) / kWarpColumns, is_aligned && is_plain && (in.block_columns == 1 || in.block_columns % 8 == 0),
+  const bool is_power = (in.block_columns & (in.block_columns - 1)) == 0 && in.block_columns != 2 && in.block_columns != 4;
+  int shift = 0;
+  while (1 << shift < in.block_columns) ++shift;
+  const DequantizeGrid grid{(y.columns + kWarpColumns - 1) / kWarpColumns, shift, is_aligned && is_plain && is_power,
                             kBlockRows > 1 || in.scale == ScaleFormat::kE4M3};
   const std::int64_t units = y.rows * grid.segments, per_cta = kWarps * kUnderWay<kFormat, kBlockRows>;
   const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? 132 * 8 : 1 << 30));

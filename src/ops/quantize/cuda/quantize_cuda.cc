@@ -34,7 +34,7 @@ CodedRows coded(const QuantConfig& c, const QuantizedView& q) {
   out.element = c.element, out.scale = c.scale, out.rule = c.rule;
   out.block_rows = static_cast<int>(c.block_rows), out.block_columns = static_cast<int>(c.block_columns);
   out.codes = bytes(q.codes), out.code_stride = stride(q.codes);
-  out.scales = q.scales.data, out.scale_stride = stride(q.scales), out.scale_rows = q.scales.shape[0];
+  out.scales = q.scales.data, out.scale_stride = q.scales.stride[0], out.scale_column_stride = q.scales.stride[1], out.scale_rows = q.scales.shape[0];
   out.group_scales = c.scale == ScaleFormat::kE4M3 ? static_cast<float*>(q.group_scales.data) : nullptr;
   out.turned = bytes(q.turned), out.turned_blocks = q.turned ? q.turned.shape[0] : 0;
   out.swizzled = bytes(q.swizzled), out.swizzled_bytes = q.swizzled ? q.swizzled.shape[0] : 0;

@@ -31,7 +31,7 @@ struct CodedRows {
   std::uint8_t* codes;
   std::int64_t code_stride;  // bytes
   void* scales;              // bytes or floats
-  std::int64_t scale_stride, scale_rows;
+  std::int64_t scale_stride, scale_column_stride, scale_rows;
   float* group_scales;
   std::uint8_t* turned;  // [turned_blocks, columns, 128]; launch_quantize_portable: zeros before the launch
   std::int64_t turned_blocks;
@@ -57,6 +57,11 @@ void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t st
 void launch_quantize_rows(const WideRows& x, const CodedRows& out, cudaStream_t stream);
 
 // In tiles of 128 x 128, 8-bit elements: `columns` has blocks of 128 x 1, 32 x 1 or 128 x 128; `rows` (1 x the same block) may have null codes.
-void launch_quantize_tiles(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream);
+void launch_quantize_tiles_e4m3(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream);
+void launch_quantize_tiles_e5m2(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream);
+inline void launch_quantize_tiles(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
+  if (x.rows == 0 || x.columns == 0 || x.groups == 0) return;
+  columns.element == ElementFormat::kE4M3 ? launch_quantize_tiles_e4m3(x, rows, columns, stream) : launch_quantize_tiles_e5m2(x, rows, columns, stream);
+}
 
 }  // namespace waybill::cuda

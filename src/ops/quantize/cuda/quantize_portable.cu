@@ -76,7 +76,7 @@ __global__ void quantize_portable_scales(const WideRows x, const CodedRows out) 
       amax = ptx::redux_max(amax);
       if (lane != 0) continue;
       const BlockScale scale = scale_of<kFormat>(out, amax, out.group_scales != nullptr ? out.group_scales[g] : 1.0f);
-      const std::int64_t at = b * out.scale_stride + cb;
+      const std::int64_t at = b * out.scale_stride + cb * out.scale_column_stride;
       if (out.scale == ScaleFormat::kF32 || out.scale == ScaleFormat::kPowerOfTwo) {
         static_cast<float*>(out.scales)[at] = __uint_as_float(scale.stored);
       } else {
@@ -88,7 +88,7 @@ __global__ void quantize_portable_scales(const WideRows x, const CodedRows out) 
 
 template <ElementFormat kFormat, bool kDivides>
 __device__ std::uint32_t code_of(const WideRows& x, const CodedRows& out, std::int64_t row, int column, std::int64_t scale_row, float group) {
-  const BlockScale scale = stored_scale(out, scale_row * out.scale_stride + column / out.block_columns, group);
+  const BlockScale scale = stored_scale(out, scale_row * out.scale_stride + column / out.block_columns * out.scale_column_stride, group);
   const float value = to_element<kDivides>(load_value(x, row, column), scale);
   if (!out.stochastic) return encode_one<kFormat>(value);
   const std::uint64_t draw = random_u64(out.seed, static_cast<std::uint64_t>(row * x.columns + column));
@@ -121,7 +121,7 @@ __global__ void quantize_portable_codes(const WideRows x, const CodedRows out) {
     if (out.swizzled == nullptr) continue;
     for (int cb = static_cast<int>(threadIdx.x); cb < blocks_of(x.columns, out.block_columns); cb += kThreads) {
       const std::int64_t at = swizzled_index(table.first_block(g), tile_columns, in_group, cb);
-      if (at < out.swizzled_bytes) out.swizzled[at] = static_cast<const std::uint8_t*>(out.scales)[scale_row * out.scale_stride + cb];
+      if (at < out.swizzled_bytes) out.swizzled[at] = static_cast<const std::uint8_t*>(out.scales)[scale_row * out.scale_stride + cb * out.scale_column_stride];
     }
   }
 }

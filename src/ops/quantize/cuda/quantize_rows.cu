@@ -41,7 +41,7 @@ __device__ __forceinline__ void quantize_piece(const WideRows& x, const CodedRow
     }
   }
   if (column % kBlock != 0) return;
-  const std::int64_t at = row * out.scale_stride + column / kBlock;
+  const std::int64_t at = row * out.scale_stride + column / kBlock * out.scale_column_stride;
   if (out.scale == ScaleFormat::kF32 || out.scale == ScaleFormat::kPowerOfTwo) {
     static_cast<float*>(out.scales)[at] = __uint_as_float(scale.stored);
   } else if (out.scales != nullptr) {

@@ -5,6 +5,8 @@
 // Grid: persistent, 256 threads. Thread (ty, tx) = (t / 16, t % 16) holds rows 8 ty .. + 7 x columns 8 tx .. + 7 in registers. Row maxima meet
 // by shuffles among the 16 lanes of a row, column maxima in shared memory. Turned codes pass through shared memory, 16 KiB adjacent in both.
 // Bytes: x once, every kind of codes once.
+#pragma once
+
 #include <algorithm>
 
 #include "ops/quantize/cuda/group_table.cuh"
@@ -53,7 +55,7 @@ struct Place {
 
 __device__ __forceinline__ void store_scale(const CodedRows& out, std::int64_t row, int column, const BlockScale& scale) {
   if (row >= out.scale_rows) return;
-  const std::int64_t at = row * out.scale_stride + column;
+  const std::int64_t at = row * out.scale_stride + column * out.scale_column_stride;
   if (out.scale == ScaleFormat::kE8M0) {
     static_cast<std::uint8_t*>(out.scales)[at] = static_cast<std::uint8_t>(scale.stored);
   } else {
@@ -282,7 +284,7 @@ void launch(const WideRows& x, const CodedRows& rows, const CodedRows& columns, 
 }
 
 template <ElementFormat kFormat>
-void launch_format(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
+void launch_tiles_of(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
   const bool divides = columns.scale == ScaleFormat::kF32;
   if (columns.block_columns == 128) {
     divides ? launch<kFormat, true, 128, true>(x, rows, columns, stream) : launch<kFormat, false, 128, true>(x, rows, columns, stream);
@@ -294,11 +296,5 @@ void launch_format(const WideRows& x, const CodedRows& rows, const CodedRows& co
 }
 
 }  // namespace
-
-void launch_quantize_tiles(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
-  if (x.rows == 0 || x.columns == 0 || x.groups == 0) return;
-  if (columns.element == ElementFormat::kE4M3) launch_format<ElementFormat::kE4M3>(x, rows, columns, stream);
-  if (columns.element == ElementFormat::kE5M2) launch_format<ElementFormat::kE5M2>(x, rows, columns, stream);
-}
 
 }  // namespace waybill::cuda
