@@ -252,10 +252,8 @@ void sweep(const Shape& shape, double dense, const std::string& only) {
     const Fp8Problem p = bench.problem(op);
     std::string line = fmt::format("{:<16} {:<28} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(op) * dense / kTargetDense);
     for (const Fp8Kernel& kernel : fp8_kernels(p.form, p.output, p.types)) {
-      for (const int band : {4, 8, 16, 32}) {
+      for (const int band : {4, 8, 16}) {
         Fp8Tuning tuning{kernel.tile, band / kernel.tile.cluster};
-        tuning.takes_turns = band != 32;
-        if (band == 32) tuning.band = 4;
         if (band == 8 && !bench.check(op, tuning)) line += " WRONG", g_all_match = false;
         const double us = bench.time(op, tuning, 1, 1, 0.2).us;
         const int calls = std::clamp(static_cast<int>(8000 / us), 1, 10);

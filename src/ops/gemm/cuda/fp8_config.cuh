@@ -16,12 +16,10 @@ struct Fp8Config {
   static constexpr int kBytesA = gemm_limits::kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
   static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps, kScaleWarps = 2;
   static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN);
-  // Columns of a matrix instruction. 2 x 96: the products of one part are added while the tensor cores make the other's. 128: products and
-  // accumulators of 256 columns fill the registers, so parts follow each other.
+  // Columns of a matrix instruction. With 128 the accumulators of 256 columns and the products of 128 fill the registers, with nothing left for
+  // the scales of columns that kTN needs.
   static constexpr int kPartN = kBlockN == 192 ? 96 : 128, kParts = kBlockN / kPartN;
-  static constexpr bool kOverlaps = kBlockN == 192;
-  static constexpr int kScaleColumns = kPartN == 96 ? 32 : 128;  // kNT: columns that surely lie in one tile of scales
-  static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kCluster == 1 || kCluster == 2));
+  static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
   // Registers a thread after launch; walking groups by blocks takes more.
   static constexpr int kProducerRegisters = kForm == GemmForm::kTN ? 56 : 40, kMathRegisters = kForm == GemmForm::kTN ? 224 : 232;
   using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN>;

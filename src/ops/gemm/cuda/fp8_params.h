@@ -14,18 +14,17 @@ enum class Fp8Types : int { kE4M3 = 0, kE5M2E4M3 = 1, kE4M3E5M2 = 2 };
 
 struct Fp8Params : GroupedParams {
   const float *a_scales, *b_scales;
-  std::int64_t a_scale_stride, a_scale_k;  // kNT: floats from one row to the next, from one k block to the next; kTN: from one block to the next, -
+  std::int64_t a_scale_stride, a_scale_k;                 // kNT: floats from one row to the next, from one k block; kTN: from one block, -
   std::int64_t b_scale_group, b_scale_column, b_scale_k;  // kNT: floats from one group, 128 columns of D, k block to the next
   std::int64_t b_scale_stride;                            // kTN: of a block
   int b_blocks;                                           // kNT: 0, or B is [groups * b_blocks, n, 128], k blocks apart
-  bool takes_turns;                                       // of the warpgroups: see fp8_sm90.cuh
   int max_blocks;                                         // kTN: blocks of A and B
 };
 
 namespace fp8_limits {
 inline constexpr int kBlockK = 128;
 inline constexpr int kScalesA = gemm_limits::kBlockM;
-constexpr int scale_floats(GemmForm form, int block_n) { return kScalesA + (form == GemmForm::kTN ? block_n : 8); }
+constexpr int scale_floats(GemmForm form, int block_n) { return kScalesA + (form == GemmForm::kTN ? block_n : 4); }
 // A stage holds as many bytes as one of 16-bit elements of half the depth.
 constexpr int shared_bytes(GemmForm form, const GemmTile& tile) {
   return gemm_limits::shared_bytes(tile) - gemm_limits::kControlBytes + tile.stages * scale_floats(form, tile.block_n) * 4 + 512;

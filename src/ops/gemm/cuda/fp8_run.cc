@@ -106,7 +106,6 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
   fill_operands(params, p, tile);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
-  params.takes_turns = tuning.takes_turns;
   params.band = tuning.band, params.d_data = p.d, params.bias = p.bias, params.status = p.status;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
   std::int64_t units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
@@ -130,6 +129,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
 
 Fp8Tuning choose_fp8_tuning(const Fp8Problem& p, int num_sms) {
   Fp8Tuning best;
+  best.band = p.form == GemmForm::kNT && !p.b_is_turned ? 2 : 8;  // measured (docs/perf/grouped-gemm-fp8.md)
   if (p.form == GemmForm::kTN) {
     best.tile = p.n % 192 != 0 && p.n <= 1024 ? GemmTile{128, 5, 2, 2} : GemmTile{192, 4, 2, 3};
     return best;

@@ -38,7 +38,6 @@ struct Fp8Tuning {
   GemmTile tile{256, 4, 2, 2};
   int band = 8;
   int slices_per_cluster = 2, min_slice_blocks = 8;
-  bool takes_turns = true;
   bool overlap = true;
 };
 

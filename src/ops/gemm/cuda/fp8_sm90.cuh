@@ -15,26 +15,22 @@
 
 namespace waybill::cuda {
 
-// What a thread keeps of a k block's scales: those of its two rows.
+// What a thread keeps over a k block's scales: those of its two rows.
 struct RowScales {
   float low, high;
 };
 
-// acc += part under scales. b: of B, one for kScaleColumns columns (kNT) or one a column (kTN).
+// acc += part under scales. b: of all columns, one a 128 x 128 tile (kNT) or one a column (kTN).
 template <class C>
 __device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const float (&part)[C::kPartN / 2], int index, const RowScales& a, const float* b,
                                         int lane) {
   if constexpr (C::kForm == GemmForm::kNT) {
-    constexpr int kSpan = C::kScaleColumns / 2;  // values of a thread under one scale
+    const float low = a.low * b[index], high = a.high * b[index];
 #pragma unroll
-    for (int first = 0; first < C::kPartN / 2; first += kSpan) {
-      const float tile = b[(C::kPartN * index + 2 * first) / C::kScaleColumns], low = a.low * tile, high = a.high * tile;
-#pragma unroll
-      for (int j = first; j < first + kSpan; j += 4) {
-        float* to = acc + C::kPartN / 2 * index + j;
-        to[0] = fmaf(part[j], low, to[0]), to[1] = fmaf(part[j + 1], low, to[1]);
-        to[2] = fmaf(part[j + 2], high, to[2]), to[3] = fmaf(part[j + 3], high, to[3]);
-      }
+    for (int j = 0; j < C::kPartN / 2; j += 4) {
+      float* to = acc + C::kPartN / 2 * index + j;
+      to[0] = fmaf(part[j], low, to[0]), to[1] = fmaf(part[j + 1], low, to[1]);
+      to[2] = fmaf(part[j + 2], high, to[2]), to[3] = fmaf(part[j + 3], high, to[3]);
     }
   } else {
 #pragma unroll
@@ -48,82 +44,28 @@ __device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const floa
   }
 }
 
-// Starts the products of part `index` of a stage.
 template <class C>
-__device__ __forceinline__ void start_part(float (&part)[C::kPartN / 2], int slot, int index, const MathThread& t) {
+__device__ __forceinline__ void multiply_block(float (&acc)[C::kBlockN / 2], const Fp8Shared<C>& shared, int slot, const MathThread& t) {
   const std::uint32_t stage = t.stages_address + static_cast<std::uint32_t>(slot * (C::kBytesA + C::kBytesB));
   const std::uint64_t a = tile_descriptor<true>(stage + static_cast<std::uint32_t>(t.warpgroup * gemm_limits::kHalfBytes));
-  const std::uint64_t b = tile_descriptor<true>(stage + C::kBytesA + static_cast<std::uint32_t>(index * C::kPartN * fp8_limits::kBlockK));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {  // of 32 codes
-    ptx::WgmmaFp8<C::kPartN, static_cast<int>(C::kTypes)>::mma(part, a + step * 2, b + step * 2, step != 0 ? 1 : 0);
-  }
-  ptx::wgmma_commit();
-}
-
-__device__ __forceinline__ int scale_row(const MathThread& t) {
-  const int thread = ptx::thread_index() % 128;
-  return 64 * t.warpgroup + 16 * (thread / 32) + thread % 32 / 4;
-}
-
-// All blocks of a unit; the products of one part are added while those of the next are made. hand_on(slot) gives a stage back.
-template <class C, class HandOn>
-__device__ __forceinline__ void multiply_overlapped(float (&acc)[C::kBlockN / 2], Fp8Shared<C>& shared, int num_blocks, Ring<C::kStages>& stages,
-                                                    const MathThread& t, const HandOn& hand_on) {
-  float part[2][C::kPartN / 2];
-  ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
-  start_part<C>(part[0], stages.slot, 0, t);
-#pragma unroll 1
-  for (; num_blocks > 0; --num_blocks) {
-    const int slot = stages.slot, lane = ptx::thread_index() % 32;
-    const float* scales = shared.scales[slot];
-    start_part<C>(part[1], slot, 1, t);
-    const RowScales rows{scales[scale_row(t)], scales[scale_row(t) + 8]};
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_keep(part[0]);
-    promote<C>(acc, part[0], 0, rows, scales + fp8_limits::kScalesA, lane);
-    stages.advance();
-    if (num_blocks > 1) {
-      ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
-      start_part<C>(part[0], stages.slot, 0, t);
-      ptx::wgmma_wait<1>();
-    } else {
-      ptx::wgmma_wait<0>();
-    }
-    ptx::wgmma_keep(part[1]);
-    promote<C>(acc, part[1], 1, rows, scales + fp8_limits::kScalesA, lane);
-    __syncwarp();
-    hand_on(slot);
-  }
-}
-
-// The two warpgroups take turns: one issues its matrix instructions when those of the other are half done. Left alone they would fall into
-// step, issue and add together, and the tensor cores would rest while both add.
-struct Turns {
-  static constexpr int kFirst = 3;  // named barriers: kFirst + w lets warpgroup w go on
-};
-
-// hand_on: gives the stage back.
-template <class C, class HandOn>
-__device__ __forceinline__ void multiply_block(float (&acc)[C::kBlockN / 2], const Fp8Shared<C>& shared, int slot, const MathThread& t, bool takes_turns,
-                                               bool is_first, bool is_last, const HandOn& hand_on) {
-  const int lane = ptx::thread_index() % 32;
+  const std::uint64_t b = tile_descriptor<true>(stage + C::kBytesA);
+  const int thread = ptx::thread_index() % 128, lane = thread % 32, row = 64 * t.warpgroup + 16 * (thread / 32) + lane / 4;
   const float* scales = shared.scales[slot];
-  const RowScales rows{scales[scale_row(t)], scales[scale_row(t) + 8]};
+  const RowScales rows{scales[row], scales[row + 8]};
 #pragma unroll
   for (int index = 0; index < C::kParts; ++index) {
     float part[C::kPartN / 2];
-    if (takes_turns && (t.warpgroup == 1 || index > 0 || !is_first)) ptx::named_barrier(Turns::kFirst + t.warpgroup, 256);
-    start_part<C>(part, slot, index, t);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {  // of 32 codes
+      ptx::WgmmaFp8<C::kPartN, static_cast<int>(C::kTypes)>::mma(part, a + step * 2, b + index * (C::kPartN * fp8_limits::kBlockK >> 4) + step * 2,
+                                                                 step != 0 ? 1 : 0);
+    }
+    ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    if (takes_turns && (t.warpgroup == 0 || index < C::kParts - 1 || !is_last)) ptx::named_barrier_arrive(Turns::kFirst + 1 - t.warpgroup, 256);
     ptx::wgmma_keep(part);
     promote<C>(acc, part, index, rows, scales + fp8_limits::kScalesA, lane);
-    ptx::wgmma_keep(acc);  // the sums are made here, not behind the wait for the next turn
   }
-  __syncwarp();
-  hand_on(slot);
 }
 
 template <class C>
@@ -154,18 +96,13 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
   float acc[C::kBlockN / 2];
 #pragma unroll
   for (float& value : acc) value = 0.0f;
-  if constexpr (C::kOverlaps) {
-    multiply_overlapped<C>(acc, shared, num_blocks, stages, t, hand_on);
-  } else {
-    const bool takes_turns = p.takes_turns && uniform(u.m_valid) > 64;
-    bool is_first = true;
 #pragma unroll 1
-    for (; num_blocks > 0; --num_blocks) {
-      ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
-      multiply_block<C>(acc, shared, stages.slot, t, takes_turns, is_first, num_blocks == 1, hand_on);
-      is_first = false;
-      stages.advance();
-    }
+  for (; num_blocks > 0; --num_blocks) {
+    ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
+    multiply_block<C>(acc, shared, stages.slot, t);
+    __syncwarp();
+    hand_on(stages.slot);
+    stages.advance();
   }
   if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.warpgroup, ptx::thread_index() % 128, &shared.came_second[t.warpgroup])) {
     return;

@@ -85,21 +85,6 @@ __device__ __forceinline__ float decode_one(std::uint32_t code) {
   }
 }
 
-// The low byte first.
-template <ElementFormat kFormat>
-__device__ __forceinline__ float2 decode_pair(std::uint32_t codes) {
-  std::uint32_t pair;
-  if constexpr (kFormat == ElementFormat::kE4M3) {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(codes)));
-  } else {
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(codes)));
-  }
-  float2 value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value.x) : "h"(static_cast<std::uint16_t>(pair)));
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value.y) : "h"(static_cast<std::uint16_t>(pair >> 16)));
-  return value;
-}
-
 __device__ __forceinline__ float decode_e8m0_bits(std::uint32_t byte) { return __uint_as_float(byte == 255 ? kNaNBits : (byte == 0 ? 0x400000u : byte << 23)); }
 
 // encode_e8m0() of the magnitude with these bits.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // y = element * scale, NVFP4: / the group's scale; in fp32, rounded to y's type. Grid: persistent, 256 threads; a warp takes 256 columns of a
-// row at a time, up to four of them under way together, a lane 8 adjacent columns where widths and addresses allow, else single elements. Bytes:
+// row at a time, two of them under way together, a lane 8 adjacent columns where widths and addresses allow, else single elements. Bytes:
 // codes and scales once, y once.
 #include <cuda_bf16.h>
 
@@ -15,13 +15,12 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kWarpColumns = 256;
 
-// Pieces of a lane, as many as registers hold.
+// Pieces of a lane; one where registers would not hold two.
 template <ElementFormat kFormat, int kBlockRows>
-constexpr int kUnderWay = kBlockRows == 1 ? 2 : 1;
+constexpr int kUnderWay = (kFormat == ElementFormat::kE2M1) && (kBlockRows > 1) ? 1 : 2;
 
 struct DequantizeGrid {
   int segments;       // of kWarpColumns a row
-  int shift;          // log2 of block_columns, where is_wide
   bool is_wide;       // 8 codes and 8 results of a lane are aligned
   bool needs_groups;  // for block rows or NVFP4's scales
 };
@@ -39,7 +38,8 @@ __device__ __forceinline__ float2 decode_two(uint2 codes, int i) {
     const std::uint32_t both = codes.x >> (8 * i);
     return make_float2(decode_one<kFormat>(both), decode_one<kFormat>(both >> 4));
   }
-  return decode_pair<kFormat>((i < 2 ? codes.x : codes.y) >> (16 * (i % 2)));
+  const std::uint32_t both = (i < 2 ? codes.x : codes.y) >> (16 * (i % 2));
+  return make_float2(decode_one<kFormat>(both & 0xffu), decode_one<kFormat>(both >> 8 & 0xffu));
 }
 
 template <ElementFormat kFormat>
@@ -48,36 +48,17 @@ __device__ __forceinline__ uint2 load_codes(const CodedRows& in, std::int64_t ro
   return ptx::ld_stream_v2(in.codes + row * in.code_stride + column);
 }
 
-// A lane's scales as they lie: one, or of blocks of one column eight. Loaded with the codes, so that both are under way together.
-struct LaneScales {
-  float one;
-  uint2 bytes;
-};
-
-__device__ __forceinline__ LaneScales load_scales(const CodedRows& in, int shift, std::int64_t scale_row, int column) {
-  const std::int64_t at = scale_row * in.scale_stride + (column >> shift) * in.scale_column_stride;
-  LaneScales scales{};
-  if (in.block_columns == 1 && in.scale == ScaleFormat::kE8M0) {
-    scales.bytes = __ldg(reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(in.scales) + at));
-  } else {
-    scales.one = scale_at(in, at);
-  }
-  return scales;
-}
-
 template <ElementFormat kFormat>
-__device__ __forceinline__ void store_eight(const WideRows& y, const CodedRows& in, std::int64_t row, int column, uint2 codes, const LaneScales& scales,
-                                            std::int64_t scale_row, float group) {
-  const bool has_bytes = in.block_columns == 1 && in.scale == ScaleFormat::kE8M0, has_one = in.block_columns > 1;
-  const auto scale = [&](int i) {
-    if (has_bytes) return decode_e8m0_bits((i < 4 ? scales.bytes.x : scales.bytes.y) >> (8 * (i % 4)) & 0xffu);
-    return has_one ? scales.one : scale_at(in, scale_row * in.scale_stride + (column + i) * in.scale_column_stride);
-  };
+__device__ __forceinline__ void store_eight(const WideRows& y, const CodedRows& in, std::int64_t row, int column, uint2 codes, std::int64_t scale_row,
+                                            float group) {
+  const std::int64_t scales = scale_row * in.scale_stride;
+  const float shared_scale = in.block_columns > 1 ? scale_at(in, scales + column / in.block_columns * in.scale_column_stride) : 0.0f;
   float v[8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 two = decode_two<kFormat>(codes, i);
-    v[2 * i] = __fmul_rn(two.x, scale(2 * i)), v[2 * i + 1] = __fmul_rn(two.y, scale(2 * i + 1));
+    v[2 * i] = __fmul_rn(two.x, in.block_columns > 1 ? shared_scale : scale_at(in, scales + (column + 2 * i) * in.scale_column_stride));
+    v[2 * i + 1] = __fmul_rn(two.y, in.block_columns > 1 ? shared_scale : scale_at(in, scales + (column + 2 * i + 1) * in.scale_column_stride));
   }
   if (kFormat == ElementFormat::kE2M1 && in.scale == ScaleFormat::kE4M3) {
     const float reciprocal = group >= 0x1p-80f && group <= 0x1p100f ? __frcp_rn(group) : 0.0f;
@@ -118,38 +99,34 @@ __global__ void __launch_bounds__(kThreads) dequantize(const WideRows y, const C
   } else if (y.offsets != nullptr) {
     rows = min(max(__ldg(y.offsets + y.groups), 0), rows), begin = min(max(__ldg(y.offsets), 0), rows);
   }
-  constexpr int kPieces = kUnderWay<kFormat, kBlockRows>;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, num_units = rows * grid.segments;
+  constexpr int kPieces = kUnderWay<kFormat, kBlockRows>;
   const int step = static_cast<int>(gridDim.x) * kWarps * kPieces;
   for (int first = begin * grid.segments + (static_cast<int>(blockIdx.x) * kWarps + warp) * kPieces; first < num_units; first += step) {
     uint2 codes[kPieces];
-    LaneScales scales[kPieces];
-    float group[kPieces];
     int row[kPieces], column[kPieces];
-    std::int64_t scale_row[kPieces];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int unit = first + i;
       row[i] = unit / grid.segments;
       column[i] = unit < num_units ? (unit - row[i] * grid.segments) * kWarpColumns + 8 * lane : y.columns;
-      scale_row[i] = row[i], group[i] = 1.0f;
-      if (grid.needs_groups && unit < num_units) {
-        const int g = table.group_of_row(row[i]);
-        if constexpr (kBlockRows > 1) scale_row[i] = table.first_block(g) + (row[i] - table.first_row(g)) / kBlockRows;
-        if (in.scale == ScaleFormat::kE4M3) group[i] = __ldg(in.group_scales + g);
-      }
-      if (scale_row[i] >= in.scale_rows) column[i] = y.columns;
-      if (!grid.is_wide || column[i] >= y.columns) continue;
-      codes[i] = load_codes<kFormat>(in, row[i], column[i]);
-      scales[i] = load_scales(in, grid.shift, scale_row[i], column[i]);
+      if (grid.is_wide && column[i] < y.columns) codes[i] = load_codes<kFormat>(in, row[i], column[i]);
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (column[i] >= y.columns) continue;
+      std::int64_t scale_row = row[i];
+      float group = 1.0f;
+      if (grid.needs_groups) {
+        const int g = table.group_of_row(row[i]);
+        if constexpr (kBlockRows > 1) scale_row = table.first_block(g) + (row[i] - table.first_row(g)) / kBlockRows;
+        if (in.scale == ScaleFormat::kE4M3) group = __ldg(in.group_scales + g);
+      }
+      if (scale_row >= in.scale_rows) continue;
       if (grid.is_wide) {
-        store_eight<kFormat>(y, in, row[i], column[i], codes[i], scales[i], scale_row[i], group[i]);
+        store_eight<kFormat>(y, in, row[i], column[i], codes[i], scale_row, group);
       } else {
-        store_singly<kFormat>(y, in, row[i], column[i], scale_row[i], group[i]);
+        store_singly<kFormat>(y, in, row[i], column[i], scale_row, group);
       }
     }
   }
@@ -161,10 +138,7 @@ void launch(const WideRows& y, const CodedRows& in, cudaStream_t stream) {
                           in.code_stride % 8 == 0 && y.columns % 8 == 0;
   // Two levels of scales under 8-bit elements, which no recipe has, go singly.
   const bool is_plain = in.scale != ScaleFormat::kE4M3 || kFormat == ElementFormat::kE2M1;
-  const bool is_power = (in.block_columns & (in.block_columns - 1)) == 0 && in.block_columns != 2 && in.block_columns != 4;
-  int shift = 0;
-  while (1 << shift < in.block_columns) ++shift;
-  const DequantizeGrid grid{(y.columns + kWarpColumns - 1) / kWarpColumns, shift, is_aligned && is_plain && is_power,
+  const DequantizeGrid grid{(y.columns + kWarpColumns - 1) / kWarpColumns, is_aligned && is_plain && (in.block_columns == 1 || in.block_columns % 8 == 0),
                             kBlockRows > 1 || in.scale == ScaleFormat::kE4M3};
   const std::int64_t units = y.rows * grid.segments, per_cta = kWarps * kUnderWay<kFormat, kBlockRows>;
   const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? 132 * 8 : 1 << 30));
