@@ -14,7 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ("src/core/cuda", "src/core/scalar_math.h", "bench/cuda", "tests/cuda")
 AREAS = {
     "router": ("src/ops/router/cuda", "src/ops/router/*.h", "src/ops/router/router_ref.cc", "include/waybill/router.h"),
-    "gemm": ("src/ops/gemm/cuda", "src/ops/gemm/*.h", "src/ops/gemm/grouped_gemm*.cc", "include/waybill/grouped_gemm.h", "bench/peers/torch_grouped.py"),
+    "gemm": ("src/ops/gemm/cuda", "src/ops/gemm/*.h", "src/ops/gemm/grouped_gemm*.cc", "include/waybill/grouped_gemm*.h", "src/ops/activation/cuda",
+             "src/ops/activation/*.h", "include/waybill/activation.h", "bench/peers/torch_grouped.py"),
     "exchange": ("src/exchange/cuda", "src/exchange/*.h", "src/fabric/cuda_local", "src/fabric/nccl", "include/waybill/exchange.h", "include/waybill/route_plan.h"),
     "fabric": ("src/fabric/cuda_local",),
 }

@@ -174,5 +174,25 @@ TEST(GroupedGemmActivationCuda, LargeProblemsHaveTheSameBits) {
   }
 }
 
+TEST(ActivationKernelsCuda, MoreThan2To31Elements) {
+  WB_NEEDS_HOPPER();
+  constexpr std::int64_t kRows = 600000, kF = 2048, kFirst = kRows - 100;
+  const CudaStream stream;
+  const DeviceBuffer h(bytes(kRows * 2 * kF) * 2), a(bytes(kRows * kF) * 2), part(bytes((kRows - kFirst) * kF) * 2);
+  fill_normal(h.data(), DType::kBF16, bytes(kRows * 2 * kF), 1, 1.0f, stream);
+  ActivationCall call{0, 0, 0, kRows, kF, nullptr, nullptr, {}, {}, {}, nullptr};
+  call.h = {h.data(), 2 * kF, true}, call.a = {a.data(), kF, true};
+  launch_activation_forward(call, 132, stream);
+  // The last rows alone.
+  call.rows = kRows - kFirst, call.h.data = h.as<std::uint16_t>() + kFirst * 2 * kF, call.a.data = part.data();
+  launch_activation_forward(call, 132, stream);
+  std::vector<unsigned char> all(part.bytes()), alone(part.bytes());
+  WB_TRY_CUDA(cudaMemcpyAsync(all.data(), a.as<std::uint16_t>() + kFirst * kF, all.size(), cudaMemcpyDeviceToHost, stream));
+  part.download(alone.data(), alone.size(), stream);
+  stream.synchronize();
+  EXPECT_TRUE(all == alone);
+  EXPECT_NE(all, std::vector<unsigned char>(all.size(), 0));
+}
+
 }  // namespace
 }  // namespace waybill::cuda

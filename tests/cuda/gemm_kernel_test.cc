@@ -246,6 +246,13 @@ TEST(GroupedGemmCuda, MoreThan2To31Elements) {
   expect_right({GemmForm::kNN, GemmOutput::kBf16, few, 0, 1024, 1024}, {}, kSamples);
   expect_right({GemmForm::kNT, GemmOutput::kBf16, {600000, 3, 499997}, 0, 2048, 136}, {}, kSamples);
   expect_right({GemmForm::kTN, GemmOutput::kBf16, few, 1024, 1024, 0}, {}, kSamples);
+  // Through a list.
+  GemmSizes rows{GemmForm::kNT, GemmOutput::kBf16, {600000, 3, 499997}, 0, 136, 2048};
+  rows.listed = true;
+  expect_right(rows, {}, kSamples);
+  GemmSizes contraction{GemmForm::kTN, GemmOutput::kBf16, std::vector<int>(4096, 268), 64, 2048, 0};
+  contraction.b_listed = true;
+  expect_right(contraction, {}, kSamples);
 }
 
 }  // namespace
