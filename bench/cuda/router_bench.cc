@@ -50,6 +50,7 @@ class Bench {
       fill_normal(d_weights_.back().data(), DType::kF32, routes(), 900u + static_cast<unsigned>(s), 1.0f, nullptr);
     }
     counts_ = DeviceBuffer(static_cast<std::size_t>(c.E) * 4), offsets_ = DeviceBuffer(static_cast<std::size_t>(c.E + 1) * 4), loss_ = DeviceBuffer(24);
+    sums_ = DeviceBuffer(static_cast<std::size_t>(c.E + 1) * 8);
     bias_ = DeviceBuffer(static_cast<std::size_t>(c.E) * 4);
     fill_normal(bias_.data(), DType::kF32, static_cast<std::size_t>(c.E), 5, 0.1f, nullptr);
     WB_TRY_CUDA(cudaDeviceSynchronize());
@@ -72,13 +73,14 @@ class Bench {
     r.ids = ids_[static_cast<std::size_t>(set)].data(), r.weights = weights_[static_cast<std::size_t>(set)].as<float>(), r.counts = counts_.as<std::int32_t>();
     return r;
   }
-  void forward(int i, bool with_counts = true, bool portable = false) const {
+  void forward(int i, bool with_counts = true, bool portable = false, bool with_sums = false) const {
     const int set = i % sets_;
     const RouterInputs in = inputs(set);
     RouterOutputs out;
     out.route = route(set), out.offsets = offsets_.as<std::int32_t>();
     if (c_.score == ScoreFunction::kSigmoid) out.weight_factors = factors_[static_cast<std::size_t>(set)].as<float>();
     if (!with_counts) out.route.counts = nullptr, out.offsets = nullptr;
+    if (with_sums) out.score_sums = sums_.as<double>();
     router_forward(router_impl::ForwardCall{config_, in, out, stream()}, portable);
   }
   RouterLossConfig loss_config() const {
@@ -86,17 +88,20 @@ class Bench {
     l.aux_coefficient = 1e-2f, l.z_coefficient = 1e-3f;
     return l;
   }
+  // The forward kernel of long fp32 rows takes the sums of the losses; other rows are read again by the losses.
+  bool sums_in_forward() const { return c_.E > 1024 && dtype_ == DType::kF32; }
   RouterLossInputs loss_inputs() const {
     RouterLossInputs in;
     in.aux_counts = counts_.as<std::int32_t>();
     in.aux_tokens = in.loss_tokens = static_cast<double>(c_.T);
     return in;
   }
-  void losses(int i) const {
+  void losses(int i, bool from_sums) const {
     const RouterInputs in = inputs(i % sets_);
     const RouteView r = route(i % sets_);
     const RouterLossConfig l = loss_config();
-    const RouterLossInputs li = loss_inputs();
+    RouterLossInputs li = loss_inputs();
+    if (from_sums) li.score_sums = sums_.as<double>();
     router_losses_device(router_impl::LossesCall{config_, l, in, r, li, stream()}, loss_.as<double>());
   }
   // with_factors: sigmoid's backward pass gets what the forward pass kept of each row.
@@ -115,9 +120,9 @@ class Bench {
 
   // Each check spoils the outputs of buffer set 0, runs the launch that is timed and compares (router_check.h). Run them in this order:
   // losses and backward need the route and the counts of a forward pass.
-  bool check_forward(bool with_counts, bool portable) const {
+  bool check_forward(bool with_counts, bool portable, bool with_sums = false) const {
     for (const DeviceBuffer* buffer : {&ids_[0], &weights_[0], &counts_, &offsets_}) buffer->fill(0xff, stream_);
-    forward(0, with_counts, portable);
+    forward(0, with_counts, portable, with_sums);
     stream_.synchronize();
     const auto K = static_cast<std::size_t>(c_.K), E = static_cast<std::size_t>(c_.E);
     const SampleInputs in(*this);
@@ -147,10 +152,11 @@ class Bench {
     router_impl::backward_ref(call);
     return gradients_match(call, sample_rows<float>(d_logits_[0], c_.T, E));
   }
-  // All rows.
-  bool check_losses() const {
-    loss_.fill(0xff, stream_);
-    losses(0);
+  // All rows; with the forward pass where it takes the sums.
+  bool check_losses(bool from_sums) const {
+    loss_.fill(0xff, stream_), sums_.fill(0xff, stream_);
+    if (from_sums && !check_forward(true, false, true)) return false;
+    losses(0, from_sums);
     stream_.synchronize();
     std::vector<std::byte> logits = whole<std::byte>(logits_[0], logits_bytes());
     const std::vector<std::int32_t> counts = whole<std::int32_t>(counts_, static_cast<std::size_t>(c_.E));
@@ -187,7 +193,7 @@ class Bench {
   RouterConfig config_;
   CudaStream stream_;
   std::vector<DeviceBuffer> logits_, ids_, weights_, d_logits_, d_weights_, factors_;
-  DeviceBuffer counts_, offsets_, loss_, bias_;
+  DeviceBuffer counts_, offsets_, loss_, bias_, sums_;
 };
 
 std::FILE* g_out = nullptr;
@@ -280,10 +286,16 @@ Timing run_forward(const Case& c, const Problem& p) {
   }
   for (const int off : {1, 2, 3}) {
     if (!g_variants) break;
-    router_tuning::policy() = {(off & 1) == 0, (off & 2) == 0};
+    router_tuning::policy().quads = (off & 1) == 0, router_tuning::policy().max_counts_by_sum = (off & 2) != 0 ? 0 : 256;
     const bool same = bench.check_forward(true, false);
     record("router_fwd", p.name, fmt::format("cold{}{}", off & 1 ? ", no quads" : "", off & 2 ? ", ticket" : ""), p.time([&](int i) { bench.forward(i); }),
            floor, 0, same);
+    router_tuning::policy() = {};
+  }
+  if (g_variants && c.E > 256) {
+    router_tuning::policy().max_counts_by_sum = static_cast<int>(c.E);
+    const bool same = bench.check_forward(true, false);
+    record("router_fwd", p.name, "cold, by sum", p.time([&](int i) { bench.forward(i); }), floor, 0, same);
     router_tuning::policy() = {};
   }
   if (with_portable) record("router_fwd", p.name, "portable", p.time([&](int i) { bench.forward(i, true, true); }, 3), floor, 0, portable_checked);
@@ -319,9 +331,14 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
   }
   if (!big) record("router_bwd", p.name, "warm", p.time([&](int) { bench.backward(0, false); }), floor, is_f32 && !dense && c.E == 256 ? 4.5 : 0, checked);
   if (c.E < 256) return;
-  const bool losses_checked = bench.check_losses(), both_checked = bench.check_backward(true);
-  const Timing both = p.time([&](int i) { bench.forward(i), bench.losses(i); });
+  const bool in_forward = bench.sums_in_forward(), losses_checked = bench.check_losses(in_forward), both_checked = bench.check_backward(true);
+  const Timing both = p.time([&](int i) { bench.forward(i, true, false, in_forward), bench.losses(i, in_forward); });
   record("router_fwd+loss", p.name, "cold", both, p.read_us + p.route_us, 0, losses_checked);
+  if (in_forward) {
+    const bool apart_checked = bench.check_losses(false);
+    record("router_fwd+loss", p.name, "cold, read twice", p.time([&](int i) { bench.forward(i), bench.losses(i, false); }), p.read_us + p.route_us, 0,
+           apart_checked);
+  }
   record_difference("losses on fwd", p.name, both, cold, p.read_us, is_f32 && c.E == 2304 ? 15 : 0, losses_checked);
   const Timing plain_backward = p.time([&](int i) { bench.backward(i, false); });
   const Timing loss_backward = p.time([&](int i) { bench.backward(i, true); });

@@ -85,6 +85,9 @@ struct RouterOutputs {
   // [T], when asked: f with weight = score * f for every route of the row (sigmoid; 0 where the row's weights are made otherwise, and for
   // implementations and scores that give none). Per-row state for the backward pass, see RouterInputs::weight_factors.
   float* weight_factors = nullptr;
+  // [E + 1], when asked: what the values of the aux and z losses need of the logits, so that RouterLossInputs::score_sums spares them a second
+  // reading. Entry e < E: the sum over the call's valid tokens of P_te (below); entry E: the sum of their squared logsumexps. Deterministic.
+  double* score_sums = nullptr;
 };
 
 // Chooses experts. All of `outputs` is written (not accumulated), T = 0 included.
@@ -108,6 +111,9 @@ struct RouterLossInputs {
   double loss_tokens = 0;                    // valid tokens the aux and z sums are averaged over (0 = this call's valid tokens); with P ranks
                                              // give the total over ranks: the per-rank values then add up to the loss
   double num_sequences = 0;                  // sequences the sequence loss is averaged over (0 = this call's with at least one valid token)
+  // [E + 1] RouterOutputs::score_sums of a forward pass over the same logits, or null. Values of the aux and z losses are then made from it and
+  // the counts alone; with a sequence loss the logits are read as without. The backward pass does not use it.
+  const double* score_sums = nullptr;
 };
 
 struct RouterLosses {
@@ -117,6 +123,11 @@ struct RouterLosses {
 // Values of the losses for these logits. Deterministic, fixed-order sums. `route` gives the ids of the sequence loss's counts.
 WB_API RouterLosses router_losses(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
                                   const RouterLossInputs& loss_inputs, Stream stream = {});
+
+// The same, written to values [3] (aux, sequence, z) in the memory of the logits. On CUDA it queues and returns, where router_losses() waits for
+// its stream; it can be captured.
+WB_API void router_losses_into(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
+                               const RouterLossInputs& loss_inputs, double* values, Stream stream = {});
 
 // d_logits [T, E] fp32 (rows may be strided) is written once, not accumulated: the routes' part from d_weights [T, K] (null = 0) plus
 // the losses' part. loss_scale multiplies the loss gradients only. Saved state: the ids and weights of `route`. Exactly 0 for

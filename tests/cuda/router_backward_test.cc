@@ -13,7 +13,8 @@ struct LossProblem {
 
 // Gradients agree to fp32 rounding: relative to the largest entry of the row plus the entry itself.
 // kept_factors: the route is the GPU's own and the backward pass gets what its forward pass kept (RouterInputs::weight_factors).
-void check_backward(const RouterProblem& p, const LossProblem& l, const std::string& what, bool kept_factors = false) {
+// portable: the kernels of sm_80.
+void check_backward(const RouterProblem& p, const LossProblem& l, const std::string& what, bool kept_factors = false, bool portable = false) {
   RouterProblem copy = p;
   const GpuRouter gpu(p, DType::kI32);
   const DeviceBuffer factors(static_cast<std::size_t>(p.T) * 4 + 4);
@@ -54,8 +55,9 @@ void check_backward(const RouterProblem& p, const LossProblem& l, const std::str
   RouterInputs gpu_in = gpu.inputs();
   if (kept_factors) gpu_in.weight_factors = TensorView(factors.data(), DType::kF32, {p.T}, factors.device());
   const auto launch = [&] {
-    router_backward(router_impl::BackwardCall{p.config, l.losses, gpu_in, device_route, d_weights.as<float>(), loss_inputs, 3.0f, d_view, gpu.stream()});
-    router_losses_device(router_impl::LossesCall{p.config, l.losses, gpu_in, device_route, loss_inputs, gpu.stream()}, d_loss.as<double>());
+    router_backward(router_impl::BackwardCall{p.config, l.losses, gpu_in, device_route, d_weights.as<float>(), loss_inputs, 3.0f, d_view, gpu.stream()},
+                    portable);
+    router_losses_device(router_impl::LossesCall{p.config, l.losses, gpu_in, device_route, loss_inputs, gpu.stream()}, d_loss.as<double>(), portable);
   };
   std::vector<float> got(elements), again(elements);
   double loss_got[3] = {}, loss_again[3] = {};
@@ -130,7 +132,10 @@ TEST(RouterBackwardCuda, EveryScoreShapeAndLossMatchesTheReference) {
           if (turn % 5 == 0) l.losses.sequence_coefficient = 0.75f, l.losses.sequence_length = p.T / 4;
           l.give_counts = turn % 4 == 2;
           if (turn % 8 == 0) l.inputs.aux_tokens = 100, l.inputs.loss_tokens = 50;
-          check_backward(p, l, fmt::format("E {} K {} {} score {} {} turn {}", E, K, kind, static_cast<int>(score), to_string(p.dtype), turn));
+          const std::string name = fmt::format("E {} K {} {} score {} {} turn {}", E, K, kind, static_cast<int>(score), to_string(p.dtype), turn);
+          check_backward(p, l, name);
+          if (HasFatalFailure()) return;
+          if (turn % 3 == 1) check_backward(p, l, name + " portable", false, true);
           if (HasFatalFailure()) return;
         }
       }
@@ -174,6 +179,49 @@ TEST(RouterBackwardCuda, FactorsOfTheForwardPassReplaceTheLogits) {
         }
         check_backward(p, LossProblem{}, fmt::format("E {} K {} {} turn {}", E, K, kind, turn), true);
         if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Where a score is close to 1 its gradient is proportional to 1 - score, which weight and factor cannot tell: the bound is relative to it.
+TEST(RouterBackwardCuda, GradientsOfScoresCloseToOneAreExactRelativeToOneMinusTheScore) {
+  WB_NEEDS_GPU();
+  for (const std::int64_t E : {128, 256, 512, 2304}) {
+    for (const bool renormalise : {false, true}) {
+      RouterProblem p;
+      p.T = 50;
+      p.config.E = E, p.config.K = E > 2000 ? 36 : 8, p.config.score = ScoreFunction::kSigmoid, p.config.renormalise = renormalise;
+      p.config.scaling_factor = 2.5f;
+      std::mt19937 random(static_cast<unsigned>(E));
+      std::uniform_real_distribution<float> uniform;
+      // 1 - score from 0.1 to 1e-6 for a tenth of the experts, the others far below.
+      for (std::int64_t i = 0; i < p.T * E; ++i) p.logits.push_back(i % 7 == 0 ? 2.2f + 11.6f * uniform(random) : -3.0f * uniform(random));
+      const GpuRouter gpu(p, DType::kI32);
+      const std::size_t routes = static_cast<std::size_t>(p.T * p.config.K), elements = static_cast<std::size_t>(p.T * E);
+      const DeviceBuffer factors(static_cast<std::size_t>(p.T) * 4), d_weights(routes * 4), d_logits(elements * 4);
+      const RouterResult forward = gpu.run_with_factors(factors.as<float>());
+      std::vector<float> g(routes), got(elements);
+      std::normal_distribution<float> normal;
+      for (float& v : g) v = normal(random);
+      d_weights.upload(g.data(), routes * 4);
+      WB_TRY_CUDA(cudaDeviceSynchronize());
+      RouterInputs in = gpu.inputs();
+      in.weight_factors = TensorView(factors.data(), DType::kF32, {p.T}, factors.device());
+      const TensorView d_view(d_logits.data(), DType::kF32, {p.T, E}, d_logits.device());
+      router_backward(router_impl::BackwardCall{p.config, {}, in, gpu.outputs().route, d_weights.as<float>(), {}, 1.0f, d_view, gpu.stream()});
+      d_logits.download(got.data(), elements * 4, gpu.cuda_stream());
+      gpu.cuda_stream().synchronize();
+      for (std::int64_t t = 0; t < p.T; ++t) {
+        const auto at = [&](std::int64_t k) { return static_cast<std::size_t>(t * p.config.K + k); };
+        double centre = 0;
+        for (std::int64_t k = 0; k < p.config.K && renormalise; ++k) centre += static_cast<double>(g[at(k)]) * forward.weights[at(k)] / 2.5;
+        for (std::int64_t k = 0; k < p.config.K; ++k) {
+          const std::size_t i = static_cast<std::size_t>(t * E + forward.ids[at(k)]);
+          const double rest = 1 / (1 + std::exp(static_cast<double>(p.logits[i]))), w = forward.weights[at(k)];
+          ASSERT_NEAR(got[i], rest * w * (g[at(k)] - centre), 1e-5 * rest * w * (std::abs(g[at(k)]) + std::abs(centre)))
+              << "E " << E << " row " << t << ", 1 - score " << rest << (renormalise ? ", renormalised" : "");
+        }
       }
     }
   }

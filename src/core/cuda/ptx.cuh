@@ -138,6 +138,9 @@ __device__ __forceinline__ std::uint64_t global_timer_ns() {
   return r;
 }
 
+// Barrier `id` (1 to 15) among `threads` threads, whole warps.
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // --- mbarrier and bulk copies (sm_90) ---
 __device__ __forceinline__ std::uint32_t smem_address(const void* p) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(p)); }
@@ -269,8 +272,6 @@ __device__ __forceinline__ void wgmma_keep(float (&acc)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
-// Barrier `id` (1 to 15) among `threads` threads, whole warps.
-__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Counts among the barrier's threads without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

@@ -25,8 +25,8 @@ struct GateCall {
 struct DeviceBackend {
   std::string (*refuse_forward)(const ForwardCall& call, bool portable);  // why not; empty = accepts
   void (*forward)(const ForwardCall& call, bool portable);
-  RouterLosses (*losses)(const LossesCall& call);
-  void (*backward)(const BackwardCall& call);
+  RouterLosses (*losses)(const LossesCall& call, bool portable);  // with call.values: queues, returns nothing
+  void (*backward)(const BackwardCall& call, bool portable);
   void (*gate_forward)(const GateCall& call);
   void (*gate_backward)(const GateCall& call);
 };

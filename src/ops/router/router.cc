@@ -101,10 +101,15 @@ template <bool kPortable>
 void forward_device(const ForwardCall& call) {
   g_device_backend->forward(call, kPortable);
 }
-RouterLosses losses_device(const LossesCall& call) { return g_device_backend->losses(call); }
-void backward_device(const BackwardCall& call) { g_device_backend->backward(call); }
+template <bool kPortable>
+RouterLosses losses_device(const LossesCall& call) {
+  return g_device_backend->losses(call, kPortable);
+}
+template <bool kPortable>
+void backward_device(const BackwardCall& call) {
+  g_device_backend->backward(call, kPortable);
+}
 
-// Losses and backward have one CUDA implementation; it stands under both names, so that WB_FORCE=router:<name> pins all three.
 constexpr Implementation<ForwardCall> kForward[] = {
     {"cuda", refuse_device_forward<false>, forward_device<false>},
     {"cuda_portable", refuse_device_forward<true>, forward_device<true>},
@@ -112,14 +117,14 @@ constexpr Implementation<ForwardCall> kForward[] = {
     {"ref", refuse_host<ForwardCall>, forward_ref},
 };
 constexpr Implementation<LossesCall, RouterLosses> kLosses[] = {
-    {"cuda", refuse_device<LossesCall>, losses_device},
-    {"cuda_portable", refuse_device<LossesCall>, losses_device},
+    {"cuda", refuse_device<LossesCall>, losses_device<false>},
+    {"cuda_portable", refuse_device<LossesCall>, losses_device<true>},
     {"fast", refuse_host<LossesCall>, losses_fast},
     {"ref", refuse_host<LossesCall>, losses_ref},
 };
 constexpr Implementation<BackwardCall> kBackward[] = {
-    {"cuda", refuse_device<BackwardCall>, backward_device},
-    {"cuda_portable", refuse_device<BackwardCall>, backward_device},
+    {"cuda", refuse_device<BackwardCall>, backward_device<false>},
+    {"cuda_portable", refuse_device<BackwardCall>, backward_device<true>},
     {"fast", refuse_host<BackwardCall>, backward_fast},
     {"ref", refuse_host<BackwardCall>, backward_ref},
 };
@@ -148,6 +153,17 @@ RouterLosses router_losses(const RouterConfig& config, const RouterLossConfig& l
   check_losses(losses, loss_inputs, route.T);
   const LossesCall call{config, losses, inputs, route, loss_inputs, stream};
   return select_implementation("router", kLosses, call).run(call);
+}
+
+void router_losses_into(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
+                        const RouterLossInputs& loss_inputs, double* values, Stream stream) {
+  WB_CHECK(values != nullptr, "the losses need memory for 3 values");
+  check_common(config, inputs, route);
+  check_losses(losses, loss_inputs, route.T);
+  const bool on_host = inputs.logits.device.type == DeviceType::kCpu;
+  const LossesCall call{config, losses, inputs, route, loss_inputs, stream, on_host ? nullptr : values};
+  const RouterLosses result = select_implementation("router", kLosses, call).run(call);
+  if (on_host) values[0] = result.aux, values[1] = result.sequence, values[2] = result.z;
 }
 
 void router_backward(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route, const float* d_weights,

@@ -205,6 +205,7 @@ void forward_fast(const ForwardCall& call) {
   ForwardRows rows(call);
   parallel_for(call.stream.pool, call.outputs.route.T, rows_per_task(call.config.E), [&](std::int64_t begin, std::int64_t end) { rows.run(begin, end); });
   write_counts(call);
+  write_score_sums_fast(call);
 }
 
 }  // namespace waybill::router_impl

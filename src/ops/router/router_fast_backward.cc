@@ -145,6 +145,15 @@ RouterLosses losses_fast(const LossesCall& call) {
   const TaskGrid grid(call.config, call.losses, call.route.T);
   const LossPlan plan(call.config, call.losses, call.inputs, call.route, call.loss_inputs, grid);
   if (!plan.has_scores() && !plan.has_z) return {};
+  if (uses_score_sums(call)) {
+    RouterLosses values;
+    for (std::int64_t e = 0; plan.has_aux && e < call.config.E; ++e) {
+      values.aux += static_cast<double>(plan.aux_counts[static_cast<std::size_t>(e)]) * call.loss_inputs.score_sums[e];
+    }
+    values.aux *= plan.aux_factor;
+    if (plan.has_z) values.z = plan.z_factor * call.loss_inputs.score_sums[call.config.E];
+    return values;
+  }
   const RowKernels& kernels = row_kernels();
   const ExpertVectors vectors(call.config, call.inputs);
   std::vector<RouterLosses> parts(static_cast<std::size_t>(grid.num_tasks()));
@@ -179,6 +188,33 @@ RouterLosses losses_fast(const LossesCall& call) {
   total.aux *= plan.aux_factor;
   total.z *= plan.z_factor;
   return total;
+}
+
+void write_score_sums_fast(const ForwardCall& call) {
+  double* sums = call.outputs.score_sums;
+  if (sums == nullptr) return;
+  const RowKernels& kernels = row_kernels();
+  const ExpertVectors vectors(call.config, call.inputs);
+  // Blocks of rows whose number depends on T alone; added up in their order.
+  const std::int64_t T = call.outputs.route.T, E = call.config.E, num_blocks = std::clamp<std::int64_t>(T / 256, 1, 64);
+  std::vector<std::vector<double>> parts(static_cast<std::size_t>(num_blocks));
+  parallel_for(call.stream.pool, num_blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+    RowScratch scratch(call.config);
+    RowScores scores(call.config, kernels, vectors);
+    for (std::int64_t block = begin; block < end; ++block) {
+      std::vector<double>& part = parts[static_cast<std::size_t>(block)];
+      part.assign(static_cast<std::size_t>(E) + 1, 0.0);
+      for (std::int64_t t = T * block / num_blocks; t < T * (block + 1) / num_blocks; ++t) {
+        if (is_padding(call.inputs, t) || !scores.compute(scratch.load(kernels, call.inputs.logits, t), true, true, scratch)) continue;
+        for (std::int64_t e = 0; e < E; ++e) part[static_cast<std::size_t>(e)] += static_cast<double>(scores.p[e]);
+        part[static_cast<std::size_t>(E)] += static_cast<double>(scores.lse) * static_cast<double>(scores.lse);
+      }
+    }
+  });
+  std::fill_n(sums, E + 1, 0.0);
+  for (const std::vector<double>& part : parts) {
+    for (std::int64_t e = 0; e <= E; ++e) sums[e] += part[static_cast<std::size_t>(e)];
+  }
 }
 
 namespace {

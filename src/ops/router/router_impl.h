@@ -23,6 +23,7 @@ struct LossesCall {
   const RouteView& route;
   const RouterLossInputs& loss_inputs;
   Stream stream;
+  double* values = nullptr;  // [3] in device memory to write to instead of waiting for the result; CUDA only
 };
 
 struct BackwardCall {
@@ -77,5 +78,11 @@ std::int64_t count_valid_tokens(const RouterInputs& inputs, std::int64_t begin, 
 
 // Writes counts, offsets and aligned offsets from the ids of the route, as far as they are asked for.
 void write_counts(const ForwardCall& call);
+// Writes RouterOutputs::score_sums where they are asked for.
+void write_score_sums_ref(const ForwardCall& call);
+void write_score_sums_fast(const ForwardCall& call);
+
+// The values are made from RouterLossInputs::score_sums.
+inline bool uses_score_sums(const LossesCall& call) { return call.loss_inputs.score_sums != nullptr && call.losses.sequence_coefficient == 0; }
 
 }  // namespace waybill::router_impl

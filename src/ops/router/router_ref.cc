@@ -221,6 +221,22 @@ void forward_ref(const ForwardCall& call) {
     }
   }
   write_counts(call);
+  write_score_sums_ref(call);
+}
+
+void write_score_sums_ref(const ForwardCall& call) {
+  double* sums = call.outputs.score_sums;
+  if (sums == nullptr) return;
+  std::fill_n(sums, call.config.E + 1, 0.0);
+  for (std::int64_t t = 0; t < call.outputs.route.T; ++t) {
+    if (is_padding(call.inputs, t)) continue;
+    const Row row = read_row(call.config, call.inputs, t);
+    const auto log_s = [&](double x) { return log_score(call.config.score, x); };
+    const double score_lse = log_sum_exp(row, log_s), logit_lse = log_sum_exp(row, [](double x) { return x; });
+    if (logit_lse == -INFINITY) continue;
+    for (std::size_t e = 0; e < row.x.size(); ++e) sums[e] += row.exists[e] != 0 ? std::exp(log_s(row.x[e]) - score_lse) : 0.0;
+    sums[call.config.E] += logit_lse * logit_lse;
+  }
 }
 
 namespace {
@@ -278,6 +294,12 @@ std::vector<double> sequence_counts(const RouterConfig& config, const RouterLoss
 RouterLosses losses_ref(const LossesCall& call) {
   const LossFactors factors = loss_factors(call.config, call.losses, call.inputs, call.route, call.loss_inputs);
   RouterLosses sums;
+  if (uses_score_sums(call)) {
+    const double* given = call.loss_inputs.score_sums;
+    for (std::size_t e = 0; e < factors.counts.size(); ++e) sums.aux += factors.aux * factors.counts[e] * given[e];
+    sums.z = factors.z * given[call.config.E];
+    return sums;
+  }
   std::vector<double> n_b;
   for (std::int64_t t = 0; t < call.route.T; ++t) {
     const std::int64_t b = factors.sequence.empty() ? 0 : t / call.losses.sequence_length;

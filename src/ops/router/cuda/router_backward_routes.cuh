@@ -6,7 +6,7 @@
 
 namespace waybill::cuda {
 
-__device__ __forceinline__ bool is_aligned_output(const RouterBackwardParams& p) {
+__host__ __device__ __forceinline__ bool is_aligned_output(const RouterBackwardParams& p) {
   return p.loss.rows.E % 4 == 0 && p.d_stride % 4 == 0 && (reinterpret_cast<std::uintptr_t>(p.d_logits) & 15) == 0;
 }
 

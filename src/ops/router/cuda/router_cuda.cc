@@ -37,6 +37,13 @@ const DeviceLimits& device_limits(int device) {
 
 namespace {
 
+// What the launchers see: a forced portable path is that of a GPU without sm_90's instructions.
+DeviceLimits limits_for(int device, bool portable) {
+  DeviceLimits limits = device_limits(device);
+  if (portable) limits.compute_major = std::min(limits.compute_major, 8);
+  return limits;
+}
+
 // Scratch of one (device, stream): calls on one stream run in order, so they may share it. The counting part is zero between launches.
 struct Scratch {
   static constexpr std::size_t kExperts = router_tuning::kMaxExperts;
@@ -48,7 +55,7 @@ struct Scratch {
     double losses[4];
     double partials[3 * 2048];
   };
-  DeviceBuffer fixed, sequences;
+  DeviceBuffer fixed, sequences, sums;
 
   explicit Scratch(int device) : fixed(sizeof(Fixed), device) {
     fixed.fill(0);
@@ -56,6 +63,18 @@ struct Scratch {
   }
   Fixed* at() const { return fixed.as<Fixed>(); }
 };
+
+// Room for the partial score sums of `partials` CTAs.
+RouterSumParams sum_scratch(Scratch& scratch, const RouterRows& rows, int partials, int device) {
+  const std::size_t squares = static_cast<std::size_t>(partials + 1) / 2 * 2 * sizeof(double),
+                    bytes = squares + static_cast<std::size_t>(partials) * rows.E * sizeof(float);
+  if (scratch.sums.bytes() < bytes) scratch.sums = DeviceBuffer(bytes, device);
+  RouterSumParams p{};
+  p.rows = rows;
+  p.square_partials = scratch.sums.as<double>();
+  p.sum_partials = reinterpret_cast<float*>(scratch.sums.as<std::byte>() + squares);
+  return p;
+}
 
 Scratch& scratch_of(int device, cudaStream_t stream) {
   static std::mutex mutex;
@@ -127,10 +146,26 @@ void check_device_pointer(const void* pointer, const char* name, int device) {
            usable ? "memory of device" : "host memory or an unknown pointer", usable ? attributes.device : -1);
 }
 
-void check_alignment(const TensorView& view, const char* name) {
-  const std::size_t size = size_bytes(view.dtype);
-  WB_CHECK(reinterpret_cast<std::uintptr_t>(view.data) % size == 0, "{} must be aligned to its elements of {} bytes, got address {}", name, size,
-           fmt::ptr(view.data));
+// Memory of the device, aligned to elements of `size` bytes. Optional memory may be null.
+void check_memory(const void* data, std::size_t size, const char* name, int device) {
+  WB_CHECK(reinterpret_cast<std::uintptr_t>(data) % size == 0, "{} must be aligned to its elements of {} bytes, got address {}", name, size, fmt::ptr(data));
+  check_device_pointer(data, name, device);
+}
+void check_optional(const void* data, std::size_t size, const char* name, int device) {
+  if (data != nullptr) check_memory(data, size, name, device);
+}
+// What forward, losses and backward read and write.
+void check_memory(const RouterInputs& inputs, const RouteView& route, int device) {
+  check_optional(inputs.expert_bias.data, 4, "expert_bias", device);
+  check_optional(inputs.expert_mask.data, 1, "expert_mask", device);
+  check_optional(route.counts, 4, "counts", device);
+  if (route.T == 0) return;
+  check_memory(inputs.logits.data, size_bytes(inputs.logits.dtype), "logits", device);
+  check_optional(inputs.padding_mask.data, 1, "padding_mask", device);
+  check_optional(inputs.replay_ids.data, inputs.replay_ids ? size_bytes(inputs.replay_ids.dtype) : 1, "replay_ids", device);
+  check_optional(inputs.weight_factors.data, 4, "weight_factors", device);
+  check_memory(route.ids, size_bytes(route.id_dtype), "ids", device);
+  check_memory(route.weights, 4, "weights", device);
 }
 
 void launch_warp(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
@@ -144,9 +179,21 @@ void launch_warp(LogitType type, const RouterForwardParams& p, const DeviceLimit
   kLaunch[static_cast<int>(type)][p.rows.E > 512 ? 1 : 0](p, limits, stream);
 }
 
+// Score sums of all rows by a kernel of their own.
+void sum_scores(LogitType type, RouterSumParams s, const DeviceLimits& limits, cudaStream_t stream) {
+  const std::int64_t T = s.rows.T;
+  do {
+    s.num_rows = std::min(T - s.first_row, kScoreSumRows);
+    s.num_partials = launch_router_score_sums(type, s, limits, stream);
+    s.accumulate = s.first_row > 0 ? 1 : 0;
+    launch_router_reduce_sums(s, limits, stream);
+    s.first_row += s.num_rows;
+  } while (s.first_row < T);
+}
+
 void count_only(RouterForwardParams p, std::int32_t* counts, LogitType type, const DeviceLimits& limits, bool use_warp, cudaStream_t stream) {
   p.ids = nullptr, p.weights = nullptr, p.factors = nullptr, p.rows.bias = nullptr, p.replay_ids = nullptr, p.forced = 0;
-  p.num_groups = p.num_kept = 1;
+  p.num_groups = p.num_kept = 1, p.sum_partials = nullptr;
   p.counts = counts, p.offsets = nullptr, p.aligned_offsets = nullptr, p.status = nullptr;
   if (use_warp) {
     launch_warp(type, p, limits, stream);
@@ -174,15 +221,14 @@ std::string refuse_router_forward(const ForwardCall& call, bool portable) {
 
 void router_forward(const ForwardCall& call, bool portable) {
   const int device = call.inputs.logits.device.index;
-  const DeviceLimits& limits = device_limits(device);
+  const DeviceLimits limits = limits_for(device, portable);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
   const DeviceGuard guard(device);
-  if (call.outputs.route.T > 0) {
-    check_alignment(call.inputs.logits, "logits");
-    check_device_pointer(call.inputs.logits.data, "logits", device);
-    check_device_pointer(call.outputs.route.ids, "ids", device);
-  }
   const RouterOutputs& out = call.outputs;
+  check_memory(call.inputs, out.route, device);
+  check_optional(out.counts_unbiased, 4, "counts_unbiased", device), check_optional(out.offsets, 4, "offsets", device);
+  check_optional(out.aligned_offsets, 4, "aligned_offsets", device), check_optional(out.status, 8, "the status word", device);
+  check_optional(out.weight_factors, 4, "weight_factors", device), check_optional(out.score_sums, 8, "score_sums", device);
   WB_CHECK(out.route.T < (std::int64_t{1} << 30), "the CUDA router takes fewer than 2^30 tokens a call, got T = {}", out.route.T);
   RouterForwardParams p{};
   p.rows = rows_of(call.config, call.inputs);
@@ -204,13 +250,22 @@ void router_forward(const ForwardCall& call, bool portable) {
   if (p.counts != nullptr || p.offsets != nullptr || p.aligned_offsets != nullptr) p.scratch = use_block ? by_ticket : by_sum;
   const LogitType type = logit_type(call.inputs.logits.dtype);
   if (p.factors != nullptr && use_block && p.rows.T > 0) WB_TRY_CUDA(cudaMemsetAsync(p.factors, 0, static_cast<std::size_t>(p.rows.T) * sizeof(float), stream));
-  if (p.forced != 0 || p.replay_ids != nullptr) {
+  RouterSumParams sums{};
+  if (out.score_sums != nullptr) {
+    sums = sum_scratch(scratch_of(device, stream), p.rows, std::max(limits.num_sms, kScoreSumCtas), device);
+    sums.sums = out.score_sums, p.sum_partials = sums.sum_partials, p.square_partials = sums.square_partials;
+    if (!use_block && type == LogitType::kF32 && router_tuning::policy().sums_in_forward) sums.num_partials = launch_router_forward_sums(p, limits, stream);
+  }
+  if (sums.num_partials > 0) {
+    launch_router_reduce_sums(sums, limits, stream);
+  } else if (p.forced != 0 || p.replay_ids != nullptr) {
     launch_router_forced(type, p, limits, stream);
   } else if (portable) {
     launch_router_forward_block(type, p, limits, stream);
   } else {
     launch_warp(type, p, limits, stream);
   }
+  if (out.score_sums != nullptr && sums.num_partials == 0) sum_scores(type, sums, limits, stream);
   check_launch("router_forward");
   if (out.counts_unbiased != nullptr) {
     RouterConfig plain = call.config;
@@ -246,6 +301,7 @@ RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConf
   p.row_partials = fixed->partials, p.ticket = &fixed->loss_ticket;
   if (p.rows.T == 0) p.sequence_length = 0, p.sequence_coefficient = 0;
   const bool has_aux = losses.aux_coefficient != 0;
+  p.score_sums = losses.sequence_coefficient == 0 ? given.score_sums : nullptr;
   const bool counts_tokens =
       p.rows.padding != nullptr && ((has_aux && (given.aux_tokens == 0 || given.loss_tokens == 0)) || (losses.z_coefficient != 0 && given.loss_tokens == 0));
   const bool counts_aux = has_aux && given.aux_counts == nullptr;
@@ -274,22 +330,33 @@ RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConf
 
 }  // namespace
 
-void router_losses_device(const LossesCall& call, double* out) {
+void router_losses_device(const LossesCall& call, double* out, bool portable) {
   require(call.config, call.inputs);
   const int device = call.inputs.logits.device.index;
-  const DeviceLimits& limits = device_limits(device);
+  check_memory(out, 8, "the memory for losses", device);
+  check_memory(call.inputs, call.route, device);
+  check_optional(call.loss_inputs.aux_counts, 4, "aux_counts", device), check_optional(call.loss_inputs.score_sums, 8, "score_sums", device);
+  const DeviceLimits limits = limits_for(device, portable);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
   const DeviceGuard guard(device);
   RouterLossParams p = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
   p.out = out;
+  if (p.score_sums != nullptr) {
+    launch_router_losses_from_sums(p, limits, stream);
+    return check_launch("router_losses_from_sums");
+  }
   launch_router_losses(logit_type(call.inputs.logits.dtype), p, limits, stream);
   check_launch("router_losses");
 }
 
-RouterLosses router_losses(const LossesCall& call) {
+RouterLosses router_losses(const LossesCall& call, bool portable) {
+  if (call.values != nullptr) {
+    router_losses_device(call, call.values, portable);
+    return {};
+  }
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
   double* out = scratch_of(call.inputs.logits.device.index, stream).at()->losses;
-  router_losses_device(call, out);
+  router_losses_device(call, out, portable);
   RouterLosses values;
   double host[3];
   WB_TRY_CUDA(cudaMemcpyAsync(host, out, sizeof(host), cudaMemcpyDeviceToHost, stream));
@@ -298,14 +365,16 @@ RouterLosses router_losses(const LossesCall& call) {
   return values;
 }
 
-void router_backward(const BackwardCall& call) {
+void router_backward(const BackwardCall& call, bool portable) {
   require(call.config, call.inputs);
   const int device = call.inputs.logits.device.index;
-  const DeviceLimits& limits = device_limits(device);
+  const DeviceLimits limits = limits_for(device, portable);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
   if (call.route.T == 0) return;
   const DeviceGuard guard(device);
-  check_device_pointer(call.d_logits.data, "d_logits", device);
+  check_memory(call.inputs, call.route, device);
+  check_memory(call.d_logits.data, 4, "d_logits", device), check_optional(call.d_weights, 4, "d_weights", device);
+  check_optional(call.loss_inputs.aux_counts, 4, "aux_counts", device);
   RouterBackwardParams p{};
   p.loss = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
   p.weights = call.route.weights, p.d_weights = call.d_weights, p.loss_scale = call.loss_scale;

@@ -19,10 +19,10 @@ std::string refuse_router_forward(const router_impl::ForwardCall& call, bool por
 std::string refuse_router(const RouterConfig& config, const RouterInputs& inputs);
 
 void router_forward(const router_impl::ForwardCall& call, bool portable);
-// out [3] doubles in device memory: aux, sequence, z.
-void router_losses_device(const router_impl::LossesCall& call, double* out);
-RouterLosses router_losses(const router_impl::LossesCall& call);
-void router_backward(const router_impl::BackwardCall& call);
+// out [3] doubles in device memory: aux, sequence, z. portable: only kernels for sm_80 and up.
+void router_losses_device(const router_impl::LossesCall& call, double* out, bool portable = false);
+RouterLosses router_losses(const router_impl::LossesCall& call, bool portable = false);
+void router_backward(const router_impl::BackwardCall& call, bool portable = false);
 
 // Makes the kernels available to router_forward() and its siblings. Once per process, before the first call.
 void register_router();

@@ -63,10 +63,9 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
     load_entries();
   }
   const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
-  if (need_sum) {
+  if (kMode != kQuadPlain && need_sum) {
     const auto value = [&](int v, int i) {
       const float x = f[v][i];
-      if constexpr (kMode == kQuadPlain) return x;
       return x == x && !is_masked(bias_smem[expert_of(v * 4 + i)]) ? x : -kInfinity;
     };
     float row_max = -kInfinity, row_sum = 0.0f;
@@ -124,11 +123,24 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
     for (int v = 1; v < kHeld / 4; ++v) maxima[i] = fmaxf(maxima[i], f[v][i]);
   }
   constexpr int kFilter = kMode == kQuadPlain ? kPlain : kBiased;
-  float threshold = fmaxf(lowered_threshold(kFilter, rows.score, eighth_largest(maxima)), -3.402823466e38f);
+  float largest = -kInfinity;
+  float threshold = fmaxf(lowered_threshold(kFilter, rows.score, eighth_largest(maxima, largest)), -3.402823466e38f);
   threshold = threshold == 0.0f ? -1.4e-45f : threshold;  // so that the sign of a difference tells -0 from what lies below
   if constexpr (kMode == kQuadPlain) {                    // read again: the registers were free in between
     __syncwarp();
     load_entries();
+    if (need_sum) {
+      float row_sum = 0.0f;
+      if (largest > -kInfinity) {
+#pragma unroll
+        for (int v = 0; v < kHeld / 4; ++v) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) row_sum += ptx::ex2_approx((f[v][i] - largest) * 1.44269504f);
+        }
+      }
+      row_sum = quad_sum(row_sum);
+      if (sub == 0) scratch.row_max[token] = largest, scratch.row_sum[token] = row_sum;
+    }
   }
   unsigned below = 0;  // bit kHeld - 1 - j: entry j is below the threshold
 #pragma unroll

@@ -25,10 +25,15 @@ __device__ __forceinline__ __half lowest_logit<__half>() {
   return __ushort_as_half(0xfbff);
 }
 
+// Vectors that share a kept maximum: 21 warps an SM have registers for 9 of them; with a bias a second look at an entry costs more than
+// the 21st warp brings.
+template <int kMode>
+inline constexpr int kSpan = kMode == kPlain ? 2 : 1;
+
 // What a scan leaves in a lane's registers.
-template <int kVectors>
+template <int kVectors, int kMode>
 struct StagedScan {
-  float vector_max[WarpPolicy<kVectors>::kKeepMaxima ? kVectors : 1];
+  float span_max[WarpPolicy<kVectors>::kKeepMaxima ? kVectors / kSpan<kMode> : 1];
   float group_max[WarpPolicy<kVectors>::kGroups];
   float poison;
 };
@@ -48,18 +53,19 @@ __device__ __forceinline__ float vector_maximum(const RouterRows& rows, const T*
 }
 
 template <class T, int kVectors, int kMode>
-__device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, const float* bias_smem, StagedScan<kVectors>& s) {
+__device__ __forceinline__ void scan_row(const RouterRows& rows, const T* row, const float* bias_smem, StagedScan<kVectors, kMode>& s) {
   using Policy = WarpPolicy<kVectors>;
   s.poison = 0.0f;
   if constexpr (Policy::kKeepMaxima) {
 #pragma unroll
     for (int g = 0; g < Policy::kGroups; ++g) {
       s.group_max[g] = -kInfinity;
-      __syncwarp();  // bounds the loads in flight, and with them the registers
 #pragma unroll
       for (int v = g * Policy::kVectorsPerGroup; v < (g + 1) * Policy::kVectorsPerGroup; ++v) {
-        s.vector_max[v] = vector_maximum<T, kVectors, kMode>(rows, row, bias_smem, v, s.poison);
-        s.group_max[g] = fmaxf(s.group_max[g], s.vector_max[v]);
+        if (v % 3 == 0) __syncwarp();  // bounds the loads in flight, and with them the registers
+        const float largest = vector_maximum<T, kVectors, kMode>(rows, row, bias_smem, v, s.poison);
+        s.span_max[v / kSpan<kMode>] = v % kSpan<kMode> == 0 ? largest : fmaxf(s.span_max[v / kSpan<kMode>], largest);
+        if (v % kSpan<kMode> == kSpan<kMode> - 1) s.group_max[g] = fmaxf(s.group_max[g], s.span_max[v / kSpan<kMode>]);
       }
     }
   } else {
@@ -84,20 +90,24 @@ __device__ __noinline__ void sanitise_row(T* row, int E) {
   __syncwarp();
 }
 
-// Softmax denominator over the finite, unmasked logits.
+// Softmax denominator over the finite, unmasked logits. kPlain: the lane's largest logit is known.
 template <class T, int kMode>
-__device__ __forceinline__ void staged_softmax_sum(const RouterRows& rows, const T* row, const float* bias_smem, float& row_max, float& row_sum) {
+__device__ __forceinline__ void staged_softmax_sum(const RouterRows& rows, const T* row, const float* bias_smem, float lane_max, float& row_max,
+                                                   float& row_sum) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const auto value = [&](int e, float x) {
     if (kMode == kPlain) return x;
     return scalar::is_finite(x) && !is_masked(bias_smem[e]) ? x : -kInfinity;
   };
-  float largest = -kInfinity;
-  for (int e = lane * 4; e < rows.E; e += 128) {
-    float x[4];
-    load4<T, false>(row + e, x);
+  float largest = lane_max;
+  if constexpr (kMode != kPlain) {
+    largest = -kInfinity;
+    for (int e = lane * 4; e < rows.E; e += 128) {
+      float x[4];
+      load4<T, false>(row + e, x);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) largest = fmaxf(largest, value(e + i, x[i]));
+      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, value(e + i, x[i]));
+    }
   }
   row_max = warp_max(largest);
   row_sum = 0.0f;
@@ -114,8 +124,8 @@ __device__ __forceinline__ void staged_softmax_sum(const RouterRows& rows, const
 
 // Candidates of the row into the list; returns how many there are (more than the list holds: they were not all stored).
 template <class T, int kVectors, int kMode, int kCandidates>
-__device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* row, const float* bias_smem, const StagedScan<kVectors>& s, float threshold,
-                                              WarpScratch<kCandidates>& scratch) {
+__device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* row, const float* bias_smem, const StagedScan<kVectors, kMode>& s,
+                                              float threshold, WarpScratch<kCandidates>& scratch) {
   using Policy = WarpPolicy<kVectors>;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const auto read = [&](int v, float(&x)[4], bool(&take)[4]) {
@@ -132,20 +142,26 @@ __device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* r
   if constexpr (Policy::kKeepMaxima) {
     std::uint32_t mask = 0;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) mask |= s.vector_max[v] >= threshold ? 1u << v : 0u;
+    for (int q = 0; q < kVectors / kSpan<kMode>; ++q) mask |= s.span_max[q] >= threshold ? 1u << q : 0u;
 #pragma unroll 1
     for (std::uint32_t left = mask; left != 0; left &= left - 1) {
-      read(__ffs(static_cast<int>(left)) - 1, x, take);
-      mine += take[0] + take[1] + take[2] + take[3];
+#pragma unroll
+      for (int i = 0; i < kSpan<kMode>; ++i) {
+        read((__ffs(static_cast<int>(left)) - 1) * kSpan<kMode> + i, x, take);
+        mine += take[0] + take[1] + take[2] + take[3];
+      }
     }
     __syncwarp();
     int slot = lane_prefix(mine, count);
 #pragma unroll 1
     for (std::uint32_t left = mask; left != 0; left &= left - 1) {
-      const int v = __ffs(static_cast<int>(left)) - 1;
-      read(v, x, take);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) put_candidate(scratch, slot, take[i], v * 128 + lane * 4 + i, x[i]);
+      for (int j = 0; j < kSpan<kMode>; ++j) {
+        const int v = (__ffs(static_cast<int>(left)) - 1) * kSpan<kMode> + j;
+        read(v, x, take);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) put_candidate(scratch, slot, take[i], v * 128 + lane * 4 + i, x[i]);
+      }
     }
   } else {
 #pragma unroll 1
@@ -165,8 +181,9 @@ __device__ __forceinline__ int collect_staged(const RouterRows& rows, const T* r
   return count;
 }
 
-template <int kVectors>
-inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : 640;
+// Three rounds of rows instead of four at T = 8,192 are worth the registers that 21 warps leave.
+template <int kVectors, int kMode>
+inline constexpr int kStagedMaxThreads = kVectors > 18 ? 256 : (kMode == kPlain ? 672 : 640);
 
 // Dynamic shared memory: histogram (tier width and one) and bias (tier width), then per warp: the row, WarpScratch; barriers last.
 template <int kVectors>
@@ -179,7 +196,7 @@ __host__ __device__ constexpr std::size_t staged_warp_bytes() {
 }
 
 template <class T, int kVectors, int kMode>
-__global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward_staged(const __grid_constant__ RouterForwardParams p) {
+__global__ void __launch_bounds__(kStagedMaxThreads<kVectors, kMode>, 1) router_forward_staged(const __grid_constant__ RouterForwardParams p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) unsigned char dynamic_smem[];
   using Scratch = WarpScratch<WarpPolicy<kVectors>::kCandidates>;
@@ -226,7 +243,7 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
       fetch(t + num_warps);
       continue;
     }
-    StagedScan<kVectors> s;
+    StagedScan<kVectors, kMode> s;
     scan_row<T, kVectors, kMode>(rows, row, bias_smem, s);
     if (__any_sync(ptx::kFullWarp, s.poison != s.poison)) {
       count_nonfinite_rows(p.status, 1);
@@ -238,7 +255,10 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors>, 1) router_forward
     }
     if (need_sum) {
       float row_max = 0.0f, row_sum = 1.0f;
-      staged_softmax_sum<T, kMode>(rows, row, bias_smem, row_max, row_sum);
+      float lane_max = s.group_max[0];
+#pragma unroll
+      for (int g = 1; g < WarpPolicy<kVectors>::kGroups; ++g) lane_max = fmaxf(lane_max, s.group_max[g]);
+      staged_softmax_sum<T, kMode>(rows, row, bias_smem, lane_max, row_max, row_sum);
       store_sum(scratch, row_max, row_sum);
     }
     const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(s.group_max, rows.K)), -3.402823466e38f);

@@ -42,8 +42,8 @@ struct HeldRow {
         for (int i = 0; i < 4; ++i) f[v][i] = scalar::is_finite(f[v][i]) ? f[v][i] : -kInfinity;
       }
     }
-    if (need_sum) softmax_sum(rows, bias_smem);
     if constexpr (kMode != kPlain) {
+      if (need_sum) softmax_sum(rows, bias_smem, 0.0f);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int e = v * 128 + lane * 4;
@@ -55,17 +55,19 @@ struct HeldRow {
     return poison;
   }
 
-  // Denominator over the finite, unmasked logits, which f still holds.
-  __device__ __forceinline__ void softmax_sum(const RouterRows& rows, const float* bias_smem) {
+  // Denominator over the finite, unmasked logits, which f still holds. kPlain: the lane's largest logit is known.
+  __device__ __forceinline__ void softmax_sum(const RouterRows& rows, const float* bias_smem, float lane_max) {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const auto value = [&](int v, int i) {
       const int e = v * 128 + lane * 4 + i;
       if (kMode == kPlain) return f[v][i];
       return e < rows.E && scalar::is_finite(f[v][i]) && !is_masked(bias_smem[e]) ? f[v][i] : -kInfinity;
     };
-    sum_max = -kInfinity;
+    sum_max = kMode == kPlain ? lane_max : -kInfinity;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) sum_max = fmaxf(sum_max, fmaxf(fmaxf(value(v, 0), value(v, 1)), fmaxf(value(v, 2), value(v, 3))));
+    for (int v = 0; kMode != kPlain && v < kVectors; ++v) {
+      sum_max = fmaxf(sum_max, fmaxf(fmaxf(value(v, 0), value(v, 1)), fmaxf(value(v, 2), value(v, 3))));
+    }
     sum_max = warp_max(sum_max);
     sum = 0.0f;
     if (sum_max == -kInfinity) return;
@@ -147,7 +149,7 @@ __device__ __forceinline__ bool route_held_row(const RouterForwardParams& p, con
   HeldRow<T, kVectors, kMode, kFull> s;
   const float poison = s.load(rows, row_of<T>(rows, t), bias_smem, need_sum);
   if (__any_sync(ptx::kFullWarp, poison != poison)) count_nonfinite_rows(p.status, 1);
-  if (need_sum) store_sum(scratch, s.sum_max, s.sum);
+  if (kMode != kPlain && need_sum) store_sum(scratch, s.sum_max, s.sum);
   std::uint32_t kept = 0xffffffffu;
   const bool is_grouped = kMode == kExact && p.num_kept < p.num_groups;
   if constexpr (kMode == kExact) {
@@ -155,6 +157,13 @@ __device__ __forceinline__ bool route_held_row(const RouterForwardParams& p, con
   }
   float group_max[WarpPolicy<kVectors>::kGroups];
   s.group_maxima(group_max);
+  if (kMode == kPlain && need_sum) {
+    float lane_max = group_max[0];
+#pragma unroll
+    for (int g = 1; g < WarpPolicy<kVectors>::kGroups; ++g) lane_max = fmaxf(lane_max, group_max[g]);
+    s.softmax_sum(rows, bias_smem, lane_max);
+    store_sum(scratch, s.sum_max, s.sum);
+  }
   const float threshold = fmaxf(lowered_threshold(kMode, rows.score, group_threshold(group_max, rows.K)), -3.402823466e38f);
   int mine = 0, count = 0;
 #pragma unroll

@@ -39,7 +39,7 @@ template <class T, int kVectors, int kMode>
 void launch_staged(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   constexpr std::size_t kFixed = staged_cta_bytes<kVectors>(kMode), kPerWarp = staged_warp_bytes<T, kVectors>();
   const std::size_t available = static_cast<std::size_t>(limits.shared_per_block) - 1024 - kFixed;  // 1 KiB: static shared memory
-  const int warps = std::min<int>(static_cast<int>(available / kPerWarp), kStagedMaxThreads<kVectors> / 32);
+  const int warps = std::min<int>(static_cast<int>(available / kPerWarp), kStagedMaxThreads<kVectors, kMode> / 32);
   static KernelLimits cache;
   const auto kernel = router_forward_staged<T, kVectors, kMode>;
   std::atomic<int>& done = cache.blocks_per_sm[limits.device & 15];

@@ -52,6 +52,20 @@ struct RouterForwardParams {
   int alignment;
   RouterCountScratch scratch;
   StatusWord* status;
+  // Of each CTA, where score sums are asked for: [CTAs, E] sums of P_te and [CTAs] sums of squared logsumexps.
+  float* sum_partials;
+  double* square_partials;
+};
+
+// Score sums by a kernel of their own, and what becomes of the partial sums.
+struct RouterSumParams {
+  RouterRows rows;
+  std::int64_t first_row, num_rows;  // of this launch
+  float* sum_partials;               // as above
+  double* square_partials;
+  int num_partials;
+  int accumulate;  // into `sums`
+  double* sums;    // [E + 1]
 };
 
 struct RouterLossParams {
@@ -68,6 +82,7 @@ struct RouterLossParams {
   double* row_partials;           // [num CTAs, 3]
   std::uint32_t* ticket;
   std::int32_t* valid_tokens;  // [1]
+  const double* score_sums;    // [E + 1] of the forward pass, or null
   double* out;                 // [3] aux, sequence, z
 };
 
@@ -97,6 +112,15 @@ void launch_router_forward_warp_long_f16(const RouterForwardParams& p, const Dev
 bool launch_router_forward_quad_f32(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 bool launch_router_forward_quad_bf16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 bool launch_router_forward_quad_f16(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+// Long fp32 rows, with score sums. Returns the number of partial sums; 0: not one of the kernel's problems, nothing was launched.
+int launch_router_forward_sums(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
+// Any rows: partial sums of p.first_row and the p.num_rows - 1 rows behind it (at most kScoreSumRows of them a call).
+inline constexpr int kScoreSumCtas = 264;
+inline constexpr std::int64_t kScoreSumRows = std::int64_t{kScoreSumCtas} * 512;
+int launch_router_score_sums(LogitType type, const RouterSumParams& p, const DeviceLimits& limits, cudaStream_t stream);
+void launch_router_reduce_sums(const RouterSumParams& p, const DeviceLimits& limits, cudaStream_t stream);
+// The aux and z losses from p.score_sums.
+void launch_router_losses_from_sums(const RouterLossParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forward_block(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 void launch_router_forced(LogitType type, const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream);
 // Integer counts of the ids: aux_counts [E] (or null) and what p asks for; all zeroed by the caller before.

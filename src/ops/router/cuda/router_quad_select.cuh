@@ -54,8 +54,8 @@ __device__ __forceinline__ void sort_bitonic(float (&v)[kSize]) {
   }
 }
 
-// A value that 8 of the 32 values of 8 lanes reach: the 8th largest of each lane's best two.
-__device__ __forceinline__ float eighth_largest(float (&m)[4]) {
+// A value that 8 of the 32 values of 8 lanes reach: the 8th largest of each lane's best two; and the largest of all.
+__device__ __forceinline__ float eighth_largest(float (&m)[4], float& largest) {
   order2(m[0], m[1]), order2(m[2], m[3]);
   float two[2] = {fmaxf(m[0], m[2]), fmaxf(fminf(m[0], m[2]), fmaxf(m[1], m[3]))}, four[4], best[8];
 #pragma unroll
@@ -69,6 +69,7 @@ __device__ __forceinline__ float eighth_largest(float (&m)[4]) {
   for (int i = 0; i < 8; ++i) {
     const float other = __shfl_xor_sync(ptx::kFullWarp, best[7 - i], 4);
     smallest = fminf(smallest, fmaxf(best[i], other));
+    if (i == 7) largest = fmaxf(best[0], other);  // of the other half: its best[0]
   }
   return smallest;
 }
@@ -107,7 +108,7 @@ __device__ __noinline__ unsigned exact_kept_groups(const RouterForwardParams& p,
 }
 
 // The kept groups of this lane's token, from its keys f [8 vectors = groups][4] to within 4.5e-7 and an ulp. Bit g as above; `certain`
-// is false where exact keys must decide.
+// is false in one of the token's lanes where exact keys must decide.
 __device__ __forceinline__ unsigned kept_groups(const RouterForwardParams& p, const float (&f)[8][4], bool& certain) {
   const int lane = static_cast<int>(threadIdx.x) & 31, sub = lane & 7;
   float best[8], second[8];
@@ -131,17 +132,20 @@ __device__ __forceinline__ unsigned kept_groups(const RouterForwardParams& p, co
   }
   const float score = p.group_best == 2 ? best[0] + second[0] : best[0];
   const float size = fabsf(best[0]) + (p.group_best == 2 ? fabsf(second[0]) : 0.0f);
+  const float amplitude = quad_max(size);
   int rank = 0;
+  float next = -kInfinity;  // the best score behind this one
 #pragma unroll
   for (int g = 0; g < 8; ++g) {
     const float other = __shfl_sync(ptx::kFullWarp, score, g, 8);
-    rank += other > score || (other == score && g < sub);
+    const bool before = other > score || (other == score && g < sub);
+    rank += before;
+    next = fmaxf(next, before || g == sub ? -kInfinity : other);
   }
   const bool keep = rank < p.num_kept;
-  const float lowest_kept = -quad_max(keep ? -score : -kInfinity), highest_dropped = quad_max(keep ? -kInfinity : score), amplitude = quad_max(size);
   // A key is off by at most 4.5e-7 (2^x 2 ulp, 1/x 1 ulp, the sum 1/2; the exact score 3) and half an ulp of the biased sum on both sides;
   // two keys a group, their sum rounded once more on both sides; two groups: 1.8e-6 and 4.8e-7 of the size.
-  certain = lowest_kept - highest_dropped > 2.5e-6f + 8.0e-7f * amplitude;  // false for a group without two candidates (-Inf, NaN)
+  certain = rank != p.num_kept - 1 || score - next > 2.5e-6f + 8.0e-7f * amplitude;  // false for a group without two candidates (-Inf, NaN)
   return (__ballot_sync(ptx::kFullWarp, keep) >> (lane & 24)) & 0xffu;
 }
 

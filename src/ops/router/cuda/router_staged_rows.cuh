@@ -32,55 +32,74 @@ inline StagedShape staged_shape(const DeviceLimits& limits, std::size_t fixed, s
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Masked and non-finite entries become -Inf, in place.
-template <class T>
-__device__ __noinline__ void exclude_entries(const RouterRows& rows, T* row) {
-  for (int e = static_cast<int>(threadIdx.x) & 31; e < rows.E; e += 32) {
-    if (!scalar::is_finite(to_float(row[e])) || (rows.mask != nullptr && rows.mask[e] != 0)) row[e] = static_cast<T>(-kInfinity);
-  }
-  ptx::fence_async_proxy();
-  __syncwarp();
-}
-
-// Largest entry of the row that exists; leaves the others -Inf.
-template <class T>
-__device__ __forceinline__ float staged_row_max(const RouterRows& rows, T* row) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  if (rows.mask != nullptr) exclude_entries(rows, row);
-  float largest = -kInfinity, poison = 0.0f;
-#pragma unroll 3
-  for (int e = lane * 4; e < rows.E; e += 128) {
+// Largest entry of the row; -Inf where it has none. NaN is passed over: the sums show it.
+template <class T, int kUnroll>
+__device__ __forceinline__ float staged_row_max(const T* row, int E) {
+  float largest[2] = {-kInfinity, -kInfinity};
+#pragma unroll(kUnroll)
+  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < E; e += 128) {
     float x[4];
     load4<T, false>(row + e, x);
-    largest = fmaxf(largest, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) poison = __fmaf_rn(x[i], 0.0f, poison);
+    largest[0] = fmaxf(largest[0], fmaxf(x[0], x[1])), largest[1] = fmaxf(largest[1], fmaxf(x[2], x[3]));
   }
-  if (__any_sync(ptx::kFullWarp, poison != poison) && rows.mask == nullptr) {
-    exclude_entries(rows, row);
-    largest = -kInfinity;
-#pragma unroll 1
-    for (int e = lane; e < rows.E; e += 32) largest = fmaxf(largest, to_float(row[e]));
-  }
-  return warp_max(largest);
+  return warp_max(fmaxf(largest[0], largest[1]));
 }
 
-// Sums of a fast row; t is written to `out` [E] when given (may be the row itself for fp32).
-template <class T, bool kSoftmax, bool kStore>
-__device__ __forceinline__ RowSums staged_row_sums(const RouterRows& rows, const T* row, const RowFactors& factors, float row_max, float* out) {
+// Sums of a row and t = e^(x - shift) written to `out` [E] (may be the row itself for fp32). kA: also the sums with a.
+template <class T, bool kSoftmax, bool kA, int kUnroll>
+__device__ __forceinline__ RowSums staged_row_sums(const T* row, const RowFactors& factors, float shift, float* out) {
   RowSums s;
-  s.max = row_max;
-  const float shift = kSoftmax ? row_max : 0.0f;
-#pragma unroll 2
-  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < rows.E; e += 128) {
+  float other = 0.0f;
+#pragma unroll(kUnroll)
+  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < factors.E; e += 128) {
     float x[4], a[4];
     load4<T, false>(row + e, x);
-    factors.at4(e, a);
-    add_fast<kSoftmax>(s, x, a, shift);
-    if (kStore) *reinterpret_cast<float4*>(out + e) = make_float4(x[0], x[1], x[2], x[3]);
+    if (kA) factors.at4(e, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float t = exp_fast(kSoftmax ? x[i] - shift : x[i]);
+      x[i] = t;
+      ((i & 1) != 0 ? other : s.exp_sum) += t;
+      if constexpr (kA && kSoftmax) s.a_dot = __fmaf_rn(a[i], t, s.a_dot);
+      if constexpr (kA && !kSoftmax) {
+        const float sigmoid = t * ptx::rcp_approx(1.0f + t);
+        s.score_sum += sigmoid;
+        s.a_dot = __fmaf_rn(a[i], sigmoid, s.a_dot);
+      }
+    }
+    *reinterpret_cast<float4*>(out + e) = make_float4(x[0], x[1], x[2], x[3]);
   }
-  reduce_sums<kSoftmax>(s);
+  s.max = shift;
+  s.exp_sum = warp_sum(s.exp_sum + other);
+  if constexpr (kA) {
+    s.a_dot = warp_sum(s.a_dot);
+    s.score_sum = kSoftmax ? s.exp_sum : warp_sum(s.score_sum);
+  }
   return s;
+}
+
+// The row's t become gradients. Products with a in full before they cancel with the mean's: their rounding is that of a.
+template <bool kSoftmax, bool kA, int kUnroll>
+__device__ __forceinline__ void staged_gradients(const DenseFactors& d, const RowFactors& factors, float* out) {
+  const float minus_mean = -d.score_factor * d.mean_a, from = kSoftmax ? d.exp_factor + minus_mean : minus_mean;
+#pragma unroll(kUnroll)
+  for (int e = (static_cast<int>(threadIdx.x) & 31) * 4; e < factors.E; e += 128) {
+    const float4 v = *reinterpret_cast<const float4*>(out + e);
+    float t[4] = {v.x, v.y, v.z, v.w}, a[4];
+    if (kA) factors.at4(e, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (!kA) {
+        t[i] *= d.exp_factor;
+      } else if constexpr (kSoftmax) {
+        t[i] *= __fmaf_rn(d.score_factor, a[i], from);
+      } else {
+        const float inverse = ptx::rcp_approx(1.0f + t[i]);
+        t[i] = __fmaf_rn(t[i] * inverse * inverse, __fmaf_rn(d.score_factor, a[i], from), t[i] * d.exp_factor);
+      }
+    }
+    *reinterpret_cast<float4*>(out + e) = make_float4(t[0], t[1], t[2], t[3]);
+  }
 }
 
 // Sums of this lane's entries without a shift (t = e^x), in one pass. False where the row is not ordinary: an entry that is not

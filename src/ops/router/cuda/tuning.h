@@ -22,15 +22,20 @@ inline constexpr int kMaxFastGroups = 64;
 
 // What can be switched off to measure its worth.
 struct Policy {
-  bool quads = true;  // four tokens a warp for short rows
-  bool sums = true;   // counts are complete when they add up (router_counts.cuh); else by ticket
+  bool quads = true;            // four tokens a warp for short rows
+  int max_counts_by_sum = 256;  // up to so many counts are complete when they add up (router_counts.cuh); else by ticket
+  bool sums_in_forward = true;  // score sums of long rows by the forward kernel
 };
 inline Policy& policy() {
   static Policy policy;
   return policy;
 }
 
+// Rows of a warp in the dense backward pass of fp32 logits: shared memory holds two of short rows for every warp that an SM takes; of rows of
+// 2,304, 22 warps with one are faster than 11 with two.
+constexpr int backward_buffers(int E) { return E >= 384 && E <= 1024 ? 2 : 1; }
+
 // Longer counts: every CTA reading them costs more than the fence and the ticket.
-inline bool counts_by_sum(int E) { return policy().sums && E <= 256; }
+inline bool counts_by_sum(int E) { return E <= policy().max_counts_by_sum; }
 
 }  // namespace waybill::cuda::router_tuning
