@@ -132,6 +132,8 @@ typedef struct wb_router_inputs {
   int64_t token_offset;
   const int32_t* aux_counts; /* [E] for the auxiliary loss, reduced over ranks by the caller */
   double aux_tokens, loss_tokens, num_sequences;
+  const float* weight_factors; /* backward: [T] of wb_router_outputs, or null */
+  const double* score_sums;    /* losses: [E+1] of wb_router_outputs for the same logits, or null */
 } wb_router_inputs;
 
 typedef struct wb_step_status { /* sticky: flags are OR-ed, demands keep their maximum; clear by wb_step_status_init */
@@ -142,20 +144,38 @@ typedef struct wb_step_status { /* sticky: flags are OR-ed, demands keep their m
 } wb_step_status;
 WB_API wb_status wb_step_status_init(wb_step_status* status, uint64_t struct_size) WB_NOEXCEPT;
 
+/* The same record as kernels keep it, in device memory; frozen layout. Start from all zeros; timeouts are not the router's. */
+typedef struct wb_status_word {
+  uint32_t flags;
+  int32_t timeout_rank, timeout_peer, timeout_phase;
+  int64_t timeout_expected, timeout_seen;
+  int64_t slot_demand, slot_capacity, row_demand, row_capacity;
+  int64_t num_bad_ids, num_nonfinite_rows, num_short_rows;
+} wb_status_word;
+
 typedef struct wb_router_outputs {
   uint64_t struct_size;
-  wb_route route;           /* ids and weights written; counts when given */
-  int32_t* counts_unbiased; /* [E] or null */
-  int32_t* offsets;         /* [E+1] or null */
-  int32_t* aligned_offsets; /* [E+1] or null */
-  wb_step_status* status;   /* added to, or null */
+  wb_route route;              /* ids and weights written; counts when given */
+  int32_t* counts_unbiased;    /* [E] or null */
+  int32_t* offsets;            /* [E+1] or null */
+  int32_t* aligned_offsets;    /* [E+1] or null */
+  wb_step_status* status;      /* added to, or null; CPU only: a CUDA call does not wait to fill host memory */
+  wb_status_word* status_word; /* added to, in the logits' memory, or null */
+  float* weight_factors;       /* [T] or null: what wb_router_backward() can use instead of the logits (sigmoid) */
+  double* score_sums;          /* [E+1] or null: what wb_router_losses() can use instead of the logits */
 } wb_router_outputs;
 
+/* The router's four calls take memory of the CPU, or, where the library has CUDA kernels, memory of one CUDA device throughout: pointers
+ * inside the structs too. They then queue on stream->native (null stream: the device's default stream) and return; all but
+ * wb_router_losses() can be captured in a graph once a call of the same sizes has run on the stream. */
 WB_API wb_status wb_router_forward(const wb_router_config* config, const wb_router_inputs* inputs, const wb_router_outputs* outputs,
                                    const wb_stream* stream) WB_NOEXCEPT;
-/* losses[3] = auxiliary, sequence, z: this call's share, coefficients included. */
+/* losses[3] = auxiliary, sequence, z: this call's share, coefficients included. In host memory: a CUDA call waits for its stream. */
 WB_API wb_status wb_router_losses(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, double losses[3],
                                   const wb_stream* stream) WB_NOEXCEPT;
+/* The same without a wait: losses[3] in the logits' memory. */
+WB_API wb_status wb_router_losses_into(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, double* losses,
+                                       const wb_stream* stream) WB_NOEXCEPT;
 /* d_logits [T, E] fp32 is written. d_weights [T, K] fp32. loss_scale multiplies the losses' part only. */
 WB_API wb_status wb_router_backward(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, const float* d_weights,
                                     float loss_scale, const wb_tensor* d_logits, const wb_stream* stream) WB_NOEXCEPT;

@@ -3,26 +3,33 @@
 
 #include <algorithm>
 
+#include "ops/router/device_backend.h"
+
 namespace waybill::capi {
 
 // Before anything is read: what a caller calls device memory must not be taken for memory of the host.
-Device to_device(std::int32_t type, std::int32_t index, const char* name) {
+Device to_device(std::int32_t type, std::int32_t index, const char* name, Memory memory) {
   const DeviceType device = checked_enum(type, DeviceType::kCuda, name);
-  if (device != DeviceType::kCpu) {
+  if (device != DeviceType::kCpu && (memory == Memory::kHost || router_impl::g_device_backend == nullptr)) {
+    if (memory == Memory::kHost && router_impl::g_device_backend != nullptr) {
+      WB_FAIL(ErrorCode::kUnsupported, "{}: device_type is {} (CUDA, device {}), this function takes memory of the CPU ({})", name, type, index,
+              static_cast<int>(WB_CPU));
+    }
     WB_FAIL(ErrorCode::kUnsupported, "{}: device_type is {} (CUDA, device {}), this library computes on the CPU ({})", name, type, index,
             static_cast<int>(WB_CPU));
   }
+  WB_CHECK(index >= 0, "{}: device_index is {}", name, index);
   return Device{device, index};
 }
 
-TensorView to_view(const wb_tensor& tensor, const char* name) {
+TensorView to_view(const wb_tensor& tensor, const char* name, Memory memory) {
   if (tensor.rank == 0) return {};
   WB_CHECK(tensor.rank > 0 && tensor.rank <= TensorView::kMaxRank, "{}.rank is {}, allowed are 0 to {}", name, tensor.rank, TensorView::kMaxRank);
   TensorView view;
   view.data = tensor.data;
   view.dtype = checked_enum(tensor.dtype, DType::kF8E5M2, name);
   view.rank = tensor.rank;
-  view.device = to_device(tensor.device_type, tensor.device_index, name);
+  view.device = to_device(tensor.device_type, tensor.device_index, name, memory);
   bool has_stride = false;
   for (int axis = 0; axis < tensor.rank; ++axis) {
     WB_CHECK(tensor.shape[axis] >= 0, "{}.shape[{}] is {}", name, axis, tensor.shape[axis]);
@@ -40,8 +47,8 @@ TensorView to_view(const wb_tensor& tensor, const char* name) {
   return view;
 }
 
-TensorView to_view(const wb_tensor* tensor, const char* name) {
-  const TensorView view = to_view(required(tensor, name), name);
+TensorView to_view(const wb_tensor* tensor, const char* name, Memory memory) {
+  const TensorView view = to_view(required(tensor, name), name, memory);
   WB_CHECK(static_cast<bool>(view), "{} is not given (rank 0)", name);
   return view;
 }
@@ -58,13 +65,13 @@ wb_tensor from_view(const TensorView& view) {
   return tensor;
 }
 
-Stream to_stream(const wb_stream* stream) {
+Stream to_stream(const wb_stream* stream, Memory memory) {
   if (stream == nullptr) return {};
   const wb_stream given = read_struct(stream, "stream");
-  return Stream{to_device(given.device_type, given.device_index, "stream"), given.native, given.pool == nullptr ? nullptr : &given.pool->pool};
+  return Stream{to_device(given.device_type, given.device_index, "stream", memory), given.native, given.pool == nullptr ? nullptr : &given.pool->pool};
 }
 
-RouteView to_route(const wb_route* route, const char* name) {
+RouteView to_route(const wb_route* route, const char* name, Memory memory) {
   const wb_route given = read_struct(route, name);
   WB_CHECK(given.T >= 0 && given.K >= 1 && given.E >= 1, "{}: T = {}, K = {}, E = {}; T >= 0, K >= 1 and E >= 1 are needed", name, given.T, given.K, given.E);
   WB_CHECK(given.id_dtype == WB_I16 || given.id_dtype == WB_I32, "{}.id_dtype is {}, allowed are {} (int16) and {} (int32)", name, given.id_dtype,
@@ -79,7 +86,7 @@ RouteView to_route(const wb_route* route, const char* name) {
   view.ids = given.ids;
   view.weights = given.weights;
   view.counts = given.counts;
-  view.device = to_device(given.device_type, given.device_index, name);
+  view.device = to_device(given.device_type, given.device_index, name, memory);
   return view;
 }
 

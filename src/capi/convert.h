@@ -16,13 +16,16 @@ struct wb_thread_pool {
 
 namespace waybill::capi {
 
-TensorView to_view(const wb_tensor& tensor, const char* name);  // rank 0 gives a null view
-TensorView to_view(const wb_tensor* tensor, const char* name);  // the pointer must be given
-wb_tensor from_view(const TensorView& view);
-Device to_device(std::int32_t type, std::int32_t index, const char* name);
-Stream to_stream(const wb_stream* stream);  // null = the calling thread on the CPU
+// Whose memory a function takes. kAny: also that of a CUDA device, where kernels are linked; the operation behind checks that all is on one.
+enum class Memory { kHost, kAny };
 
-RouteView to_route(const wb_route* route, const char* name);
+TensorView to_view(const wb_tensor& tensor, const char* name, Memory memory = Memory::kHost);  // rank 0 gives a null view
+TensorView to_view(const wb_tensor* tensor, const char* name, Memory memory = Memory::kHost);  // the pointer must be given
+wb_tensor from_view(const TensorView& view);
+Device to_device(std::int32_t type, std::int32_t index, const char* name, Memory memory = Memory::kHost);
+Stream to_stream(const wb_stream* stream, Memory memory = Memory::kHost);  // null = the calling thread on the CPU
+
+RouteView to_route(const wb_route* route, const char* name, Memory memory = Memory::kHost);
 wb_route from_route(const RouteView& route);
 
 struct RouterSetup {

@@ -44,6 +44,15 @@ template <>
 constexpr std::uint64_t first_size<wb_moe_config>() {
   return 240;
 }
+// Before device memory.
+template <>
+constexpr std::uint64_t first_size<wb_router_inputs>() {
+  return 488;
+}
+template <>
+constexpr std::uint64_t first_size<wb_router_outputs>() {
+  return 112;
+}
 template <>
 constexpr std::uint64_t first_size<wb_moe_forward_options>() {
   return 136;

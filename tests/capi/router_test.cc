@@ -71,6 +71,41 @@ TEST(CApiRouter, ForwardAndBackwardEqualTheCppApi) {
   EXPECT_GT(values[2], 0.0);
 }
 
+TEST(CApiRouter, ScoreSumsGiveTheLossesThatTheLogitsGive) {
+  constexpr std::int64_t T = 13, E = 24, K = 3;
+  std::vector<float> logits(T * E);
+  for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = random_normal(kSeed, i);
+  logits[3 * E] = NAN;
+  wb_router_config config{};
+  ASSERT_WB_OK(wb_router_config_init(&config, sizeof config));
+  config.E = E, config.K = K, config.score = WB_SIGMOID, config.aux_coefficient = 0.5f, config.z_coefficient = 0.25f;
+  RouteMemory memory(T, K, E);
+  auto inputs = sized<wb_router_inputs>();
+  inputs.logits = tensor(logits.data(), WB_F32, {T, E});
+  auto outputs = sized<wb_router_outputs>();
+  outputs.route = memory.route;
+  std::vector<double> sums(E + 1, NAN);
+  std::vector<float> factors(T, NAN);
+  wb_status_word word{};
+  outputs.score_sums = sums.data(), outputs.status_word = &word, outputs.weight_factors = factors.data();
+  ASSERT_WB_OK(wb_router_forward(&config, &inputs, &outputs, nullptr));
+  EXPECT_EQ(word.num_nonfinite_rows, 1);
+  EXPECT_EQ(factors, std::vector<float>(T, 0.0f));  // the CPU needs none
+  double total = 0;
+  for (std::size_t e = 0; e < E; ++e) total += sums[e];
+  EXPECT_NEAR(total, T, 1e-5);
+  double read[3], made[3] = {-1, -1, -1};
+  ASSERT_WB_OK(wb_router_losses(&config, &inputs, &memory.route, read, nullptr));
+  inputs.score_sums = sums.data();
+  ASSERT_WB_OK(wb_router_losses_into(&config, &inputs, &memory.route, made, nullptr));
+  for (const int i : {0, 1, 2}) EXPECT_NEAR(made[i], read[i], 1e-6 * read[i]) << i;
+  EXPECT_EQ(wb_router_losses_into(&config, &inputs, &memory.route, nullptr, nullptr), WB_INVALID_ARGUMENT);
+  // A caller with the header before these fields.
+  outputs.struct_size = 112, inputs.struct_size = 488;
+  outputs.score_sums = reinterpret_cast<double*>(1);
+  ASSERT_WB_OK(wb_router_forward(&config, &inputs, &outputs, nullptr));
+}
+
 TEST(CApiRouter, StatusCountsRowsThatCouldNotBeRouted) {
   std::vector<float> logits = {NAN, 1, 2, NAN, NAN, 3};
   wb_router_config config{};

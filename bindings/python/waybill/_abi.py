@@ -42,7 +42,8 @@ class RouterConfig(c.Structure):
 
 class RouterInputs(c.Structure):
     _fields_ = [("struct_size", u64), ("logits", Tensor), ("expert_bias", Tensor), ("expert_mask", Tensor), ("padding_mask", Tensor), ("replay_ids", Tensor),
-                ("token_offset", i64), ("aux_counts", p_i32), ("aux_tokens", f64), ("loss_tokens", f64), ("num_sequences", f64)]  # fmt: skip
+                ("token_offset", i64), ("aux_counts", p_i32), ("aux_tokens", f64), ("loss_tokens", f64), ("num_sequences", f64),
+                ("weight_factors", c.c_void_p), ("score_sums", c.c_void_p)]  # fmt: skip
 
 
 class StepStatus(c.Structure):
@@ -52,7 +53,7 @@ class StepStatus(c.Structure):
 
 class RouterOutputs(c.Structure):
     _fields_ = [("struct_size", u64), ("route", Route), ("counts_unbiased", p_i32), ("offsets", p_i32), ("aligned_offsets", p_i32),
-                ("status", c.POINTER(StepStatus))]  # fmt: skip
+                ("status", c.POINTER(StepStatus)), ("status_word", c.c_void_p), ("weight_factors", c.c_void_p), ("score_sums", c.c_void_p)]  # fmt: skip
 
 
 class GroupedGemmArgs(c.Structure):
@@ -143,6 +144,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_step_status_init": (i32, [c.POINTER(StepStatus), u64]),
     "wb_router_forward": (i32, [c.POINTER(RouterConfig), c.POINTER(RouterInputs), c.POINTER(RouterOutputs), c.POINTER(Stream)]),
     "wb_router_losses": (i32, [c.POINTER(RouterConfig), c.POINTER(RouterInputs), c.POINTER(Route), f64 * 3, c.POINTER(Stream)]),
+    "wb_router_losses_into": (i32, [c.POINTER(RouterConfig), c.POINTER(RouterInputs), c.POINTER(Route), c.c_void_p, c.POINTER(Stream)]),
     "wb_router_backward": (i32, [c.POINTER(RouterConfig), c.POINTER(RouterInputs), c.POINTER(Route), c.c_void_p, f32, _tensor, c.POINTER(Stream)]),
     "wb_grouped_gemm": (i32, [c.POINTER(GroupedGemmArgs), c.POINTER(Stream)]),
     "wb_grouped_gemm_dgrad": (i32, [c.POINTER(GroupedGemmArgs), c.POINTER(Stream)]),
