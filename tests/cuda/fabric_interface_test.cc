@@ -17,13 +17,8 @@ using testing::HasSubstr;
 
 // GPU 0 alone, and all GPUs where there are several.
 std::vector<std::vector<int>> device_sets() {
-  int count = 0;
-  (void)cudaGetDeviceCount(&count);
   std::vector<std::vector<int>> sets{{0}};
-  if (count > 1) {
-    sets.emplace_back();
-    for (int device = 0; device < std::min(count, 4); ++device) sets.back().push_back(device);
-  }
+  if (const std::vector<int> all = all_devices(4); all.size() > 1) sets.push_back(all);
   return sets;
 }
 
@@ -98,49 +93,58 @@ TEST(CudaLocalFabric, WindowsAreOneOffsetAndLaunchesMeetAllRanks) {
 TEST(CudaLocalFabric, ADeviceBarrierOrdersTheStreamsOfAllRanks) {
   WB_NEEDS_GPU();
   constexpr int P = 4;
-  run_cuda_ranks(P, [&](CudaLocalFabric& fabric) {
-    constexpr std::size_t kBytes = std::size_t{1} << 17;
-    const std::uint64_t window = fabric.window("bytes", kBytes);
-    DeviceBuffer copy(kBytes, fabric.device());
-    for (int round = 1; round <= 10; ++round) {
-      WB_TRY_CUDA(cudaMemsetAsync(fabric.at<void>(fabric.rank(), window), round * P + fabric.rank(), kBytes, fabric.stream()));
-      fabric.device_barrier("written", 1);
-      const int peer = (fabric.rank() + 1) % P;
-      WB_TRY_CUDA(cudaMemcpyAsync(copy.data(), fabric.at<void>(peer, window), kBytes, cudaMemcpyDefault, fabric.stream()));
-      fabric.device_barrier("read", 2);
-      std::vector<unsigned char> host(kBytes);
-      copy.download(host.data(), kBytes, fabric.stream());
-      fabric.synchronize("check");
-      for (const unsigned char byte : host) ASSERT_EQ(byte, round * P + peer);
-    }
-  });
+  for (const std::vector<int>& devices : device_sets()) {
+    CudaLocalOptions options;
+    options.devices = devices;
+    run_cuda_ranks(
+        P,
+        [&](CudaLocalFabric& fabric) {
+          constexpr std::size_t kBytes = std::size_t{1} << 17;
+          const std::uint64_t window = fabric.window("bytes", kBytes);
+          DeviceBuffer copy(kBytes, fabric.device());
+          for (int round = 1; round <= 10; ++round) {
+            WB_TRY_CUDA(cudaMemsetAsync(fabric.at<void>(fabric.rank(), window), round * P + fabric.rank(), kBytes, fabric.stream()));
+            fabric.device_barrier("written", 1);
+            const int peer = (fabric.rank() + 1) % P;
+            WB_TRY_CUDA(cudaMemcpyAsync(copy.data(), fabric.at<void>(peer, window), kBytes, cudaMemcpyDefault, fabric.stream()));
+            fabric.device_barrier("read", 2);
+            std::vector<unsigned char> host(kBytes);
+            copy.download(host.data(), kBytes, fabric.stream());
+            fabric.synchronize("check");
+            for (const unsigned char byte : host) ASSERT_EQ(byte, round * P + peer);
+          }
+        },
+        options);
+  }
 }
 
 TEST(CudaLocalFabric, AWaitOnTheDeviceThatRunsOutIsATimeoutOnEveryRankAndTheGroupGoesOn) {
   WB_NEEDS_GPU();
-  CudaLocalOptions options;
-  options.fabric.timeout = milliseconds(300);
-  std::atomic<int> timeouts{0};
-  run_cuda_ranks(
-      4,
-      [&](CudaLocalFabric& fabric) {
-        const std::uint64_t stamps = fabric.window("stamps", kMaxDevicePeers * 4), errors = fabric.window("errors", 4);
-        fabric.launch_together("exchange",
-                               [&](const LocalRanks& ranks, cudaStream_t stream) { launch_stamp_exchange(ranks, stamps, errors, 1, 1, 2, stream); });
-        try {
-          fabric.synchronize("step");
-          ADD_FAILURE() << "no timeout";
-        } catch (const Error& error) {
-          EXPECT_EQ(error.code(), ErrorCode::kTimeout);
-          EXPECT_THAT(error.what(), AllOf(HasSubstr("phase 7"), HasSubstr("waited for rank 2, expected 1, saw 0")));
-          ++timeouts;
-        }
-        fabric.barrier("again");
-        fabric.device_barrier("again", 4);
-        fabric.synchronize("again");
-      },
-      options);
-  EXPECT_EQ(timeouts.load(), 4);
+  for (const std::vector<int>& devices : device_sets()) {
+    CudaLocalOptions options;
+    options.devices = devices, options.fabric.timeout = milliseconds(300);
+    std::atomic<int> timeouts{0};
+    run_cuda_ranks(
+        4,
+        [&](CudaLocalFabric& fabric) {
+          const std::uint64_t stamps = fabric.window("stamps", kMaxDevicePeers * 4), errors = fabric.window("errors", 4);
+          fabric.launch_together("exchange",
+                                 [&](const LocalRanks& ranks, cudaStream_t stream) { launch_stamp_exchange(ranks, stamps, errors, 1, 1, 2, stream); });
+          try {
+            fabric.synchronize("step");
+            ADD_FAILURE() << "no timeout";
+          } catch (const Error& error) {
+            EXPECT_EQ(error.code(), ErrorCode::kTimeout);
+            EXPECT_THAT(error.what(), AllOf(HasSubstr("phase 7"), HasSubstr("waited for rank 2, expected 1, saw 0")));
+            ++timeouts;
+          }
+          fabric.barrier("again");
+          fabric.device_barrier("again", 4);
+          fabric.synchronize("again");
+        },
+        options);
+    EXPECT_EQ(timeouts.load(), 4);
+  }
 }
 
 TEST(CudaLocalFabric, WindowsThatDifferOrDoNotFitAreRefusedOnEveryRank) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda_local on one GPU: windows, barriers under replay, timeouts that name the late rank.
+// cuda_local on one GPU, and with ranks spread over several: windows, barriers under replay, timeouts that name the late rank.
 #include <gmock/gmock.h>
+
+#include <deque>
 
 #include "cuda/fabric_kernels.h"
 #include "cuda/router_harness.h"
@@ -49,6 +51,75 @@ TEST_P(CudaLocal, EveryRankSeesEveryStampAfterTheBarrierEagerAndReplayed) {
   std::uint32_t epoch = 0;
   WB_TRY_CUDA(cudaMemcpy(&epoch, &group.at<DeviceControl>(P - 1, 0)->epoch[0], 4, cudaMemcpyDeviceToHost));
   EXPECT_EQ(epoch, 5u * 2u + 50u * 3u);
+}
+
+// Kernels on all GPUs at once meet each other: one launch a GPU, on a stream of that GPU.
+class CudaLocalGpus : public ::testing::TestWithParam<int> {
+ protected:
+  // A stream of each GPU.
+  static void make_streams(const std::vector<int>& devices, std::deque<CudaStream>& streams) {
+    for (const int device : devices) streams.emplace_back(device);
+  }
+  template <class Body>
+  static void on_each(const std::vector<int>& devices, const Body& body) {
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      const DeviceGuard guard(devices[d]);
+      body(d);
+    }
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, CudaLocalGpus, ::testing::Values(2, 5, 8, 36, 72));
+
+TEST_P(CudaLocalGpus, RanksOfSeveralGpusSeeEveryStampAfterTheBarrierEagerAndReplayed) {
+  const int P = GetParam();
+  const std::vector<int> devices = all_devices(std::min(P, 4));
+  if (devices.size() < 2) GTEST_SKIP() << "needs two GPUs";
+  CudaLocalGroup group(P, devices, 1 << 20);
+  const std::uint64_t window = group.window("stamps", kMaxDevicePeers * 4), errors = group.window("errors", 4);
+  for (int rank = 0; rank < P; ++rank) {
+    const DeviceGuard guard(group.device_of(rank));
+    WB_TRY_CUDA(cudaMemset(group.at<int>(rank, errors), 0, 4));
+  }
+  std::deque<CudaStream> streams;
+  make_streams(devices, streams);
+  on_each(devices, [&](std::size_t) { WB_TRY_CUDA(cudaDeviceSynchronize()); });
+  int on_first = 0;
+  for (int rank = 0; rank < P; ++rank) on_first += group.device_of(rank) == devices[0];
+  EXPECT_LT(on_first, P);
+  for (int round = 0; round < 5; ++round) {
+    on_each(devices, [&](std::size_t d) { launch_stamp_exchange(local_ranks(group, devices[d]), window, errors, 1, 100 + round, -1, streams[d]); });
+  }
+  std::vector<GraphExec> graphs;
+  on_each(devices, [&](std::size_t d) {
+    graphs.push_back(
+        GraphExec::capture(streams[d], [&](cudaStream_t s) { launch_stamp_exchange(local_ranks(group, devices[d]), window, errors, 1, 500, -1, s); }));
+  });
+  for (int replay = 0; replay < 50; ++replay) on_each(devices, [&](std::size_t d) { graphs[d].launch(streams[d]); });
+  std::vector<cudaStream_t> plain;
+  for (const CudaStream& stream : streams) plain.push_back(stream.get());
+  launch_group_barrier(group, 9, 1, plain);
+  on_each(devices, [&](std::size_t d) { streams[d].synchronize(); });
+  EXPECT_EQ(group.first_error(), "");
+  EXPECT_EQ(total_errors(group, errors), 0);
+  for (int rank = 0; rank < P; ++rank) {
+    std::uint32_t epoch = 0;
+    WB_TRY_CUDA(cudaMemcpy(&epoch, &group.at<DeviceControl>(rank, 0)->epoch[0], 4, cudaMemcpyDefault));
+    EXPECT_EQ(epoch, 55u * 2u + 1u) << rank;
+  }
+}
+
+TEST_P(CudaLocalGpus, ALateRankOfAnotherGpuIsNamed) {
+  const int P = GetParam(), late = P - 1;
+  const std::vector<int> devices = all_devices(std::min(P, 4));
+  if (devices.size() < 2) GTEST_SKIP() << "needs two GPUs";
+  CudaLocalGroup group(P, devices, 1 << 16, std::chrono::milliseconds(100));
+  const std::uint64_t window = group.window("stamps", kMaxDevicePeers * 4), errors = group.window("errors", 4);
+  std::deque<CudaStream> streams;
+  make_streams(devices, streams);
+  on_each(devices, [&](std::size_t d) { launch_stamp_exchange(local_ranks(group, devices[d]), window, errors, 1, 1, late, streams[d]); });
+  on_each(devices, [&](std::size_t d) { streams[d].synchronize(); });
+  EXPECT_THAT(group.first_error(), ::testing::HasSubstr(fmt::format("waited for rank {}, expected 1, saw 0", late)));
+  for (int rank = 0; rank < late; ++rank) EXPECT_NE(group.error(rank).state, 0u) << rank;
 }
 
 TEST(CudaLocalErrors, ARankThatNeverComesIsNamedAndNobodyHangs) {

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -24,6 +25,15 @@ inline bool has_gpu() {
   const bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
   (void)cudaGetLastError();
   return found;
+}
+// The machine's GPUs, at most `limit` of them.
+inline std::vector<int> all_devices(int limit) {
+  int count = 0;
+  (void)cudaGetDeviceCount(&count);
+  (void)cudaGetLastError();
+  std::vector<int> devices;
+  for (int device = 0; device < std::min(count, limit); ++device) devices.push_back(device);
+  return devices;
 }
 #define WB_NEEDS_GPU()              \
   if (::waybill::cuda::has_gpu()) { \
