@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # CUDA: compiler, code objects, and the two kinds of target. CPU-only builds never read this file.
-# Hot kernels are built for sm_90a; WAYBILL_CUDA_PORTABLE adds sm_80 code and compute_100 PTX (never run by us: unverified).
-option(WAYBILL_CUDA_PORTABLE "Also build sm_80 code and compute_100 PTX" OFF)
+# All kernels are built for sm_90a. WAYBILL_CUDA_PORTABLE adds sm_80 and sm_100a objects of the code that does not need sm_90a itself
+# (the router, the virtual ranks, the portable matmul). Neither was ever run by us: unverified.
+option(WAYBILL_CUDA_PORTABLE "Also build sm_80 and sm_100a objects of portable code (not run)" OFF)
 option(WAYBILL_PORTABLE_BINARIES "Link what a bare GPU machine may lack (fmt, libstdc++) into the programs" OFF)
 
 if(NOT CMAKE_CUDA_HOST_COMPILER)
@@ -19,9 +20,7 @@ list(APPEND CMAKE_CUDA_COMPILE_FEATURES cuda_std_20)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
 set(WAYBILL_CUDA_GENCODE -gencode=arch=compute_90a,code=sm_90a)
-if(WAYBILL_CUDA_PORTABLE)
-  list(APPEND WAYBILL_CUDA_GENCODE -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_100,code=compute_100)
-endif()
+set(WAYBILL_CUDA_PORTABLE_GENCODE -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_100a,code=sm_100a)
 
 # The launcher runs nvcc and fails on spills and on the warnings that mean serialised wgmma or ignored setmaxnreg (C7508, C7510).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
@@ -36,6 +35,13 @@ if(WAYBILL_PORTABLE_BINARIES)
   set_target_properties(fmt::fmt PROPERTIES INTERFACE_COMPILE_DEFINITIONS FMT_HEADER_ONLY=1)
   add_link_options(-static-libstdc++ -static-libgcc -Wl,--as-needed)
 endif()
+
+# waybill_cuda_portable(<source> ...): with WAYBILL_CUDA_PORTABLE these sources are built for sm_80 and sm_100a, too.
+function(waybill_cuda_portable)
+  if(WAYBILL_CUDA_PORTABLE)
+    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS ${WAYBILL_CUDA_PORTABLE_GENCODE})
+  endif()
+endfunction()
 
 # waybill_add_cuda_folder(<name> SOURCES ... LINK <target> ...): the static library waybill_<name>_cuda.
 function(waybill_add_cuda_folder name)
