@@ -55,6 +55,7 @@ plant ties router_quad_select.cuh router_forward_quad_f32.cu 'other == key[q] &&
 plant offsets router_counts.cuh router_forward_quad_f32.cu 'p.offsets[e + 1] = static_cast<std::int32_t>(before);' 'p.offsets[e + 1] = static_cast<std::int32_t>(before - n);' "$all" &
 plant margin router_quad_select.cuh router_forward_quad_f32.cu '> 2.5e-6f + 8.0e-7f * amplitude' '> -1.0f' "$all" &
 plant rest router_backward.cu router_backward.cu 'kSmallestRest = 0.04f' 'kSmallestRest = 0.0f' "$all" &
+plant sums_row router_forward_sums.cuh router_forward_sums_f32.cu 'for (int r = 0; r < kGroup; ++r) {' 'for (int r = 1; r < kGroup; ++r) {' 'RouterSumsCuda.*' &
 plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise ? dot : 0.0f))' 'w[s] * g[s]' "$all" &
 wait
 area test_cuda_exchange exchange/cuda
