@@ -60,10 +60,10 @@ plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise 
 wait
 area test_cuda_exchange exchange/cuda
 all='Ranks/ExchangeCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*'
-plant rows plan_entries.cuh plan_fused.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
-plant within plan_entries.cuh plan_fused.cu 'slot_start[tile_token(i) * P + r] + routes.before[i][c];' 'slot_start[tile_token(i) * P + r];' "$all" &
-plant budget plan_counts.cuh plan_fused.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand < shape.slot_budget' "$all" &
-plant epoch plan_counts.cuh plan_fused.cu '  close_epoch(q, rank, kSignalCounts, epoch);' '' "$all" &
+plant rows plan_entries.cuh plan_fused_i16.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
+plant within plan_entries.cuh plan_fused_i16.cu 'slot_start[tile_token(i) * P + r] + routes.before[i][c];' 'slot_start[tile_token(i) * P + r];' "$all" &
+plant budget plan_counts.cuh plan_fused_i16.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand < shape.slot_budget' "$all" &
+plant epoch plan_counts.cuh plan_fused_i16.cu '  close_epoch(q, rank, kSignalCounts, epoch);' '' "$all" &
 plant below layout_tile.cuh layout_scatter.cu '__popc(word & ((1u << (row & 31)) - 1))' '__popc(word)' "$all" &
 plant padding layout_scatter.cu layout_scatter.cu 'if (shape.alignment > 1) write_padding(q, call, num_tiles);' '' "$all" &
 plant sum combine_bulk.cu combine_bulk.cu 'd == 0 ? x[j] : sum[i][j] + x[j]' 'd == 0 ? x[j] : x[j]' "$all" &

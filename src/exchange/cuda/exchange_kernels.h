@@ -57,6 +57,8 @@ void launch_plan_fill(const ExchangeParams& q, int num_tiles, bool overlap, cuda
 // Both in one launch of num_tiles CTAs a rank, all of which must be resident: how many CTAs the GPU holds.
 int plan_fused_ctas(const ExchangeShape& shape, int num_sms);
 void launch_plan_fused(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
+int plan_fused_ctas_i16(const ExchangeShape& shape, int num_sms);
+void launch_plan_fused_i16(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
 void launch_layout_count(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_layout_scan(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_layout_scatter(const ExchangeParams& q, bool overlap, cudaStream_t stream);

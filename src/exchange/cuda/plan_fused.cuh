@@ -3,6 +3,8 @@
 //
 // Grid (tiles of 64 tokens, ranks), 512 threads. a: ids [T, K], b: weights [T, K] f32. The CTAs wait for the last one of their rank, which talks to the
 // peers: all CTAs of the launch must be resident together (plan_fused_ctas says how many are). That wait has no timeout of its own: the last CTA's has.
+#pragma once
+
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/plan_counts.cuh"
 #include "exchange/cuda/plan_entries.cuh"
@@ -49,32 +51,32 @@ __global__ void __launch_bounds__(kPlanThreads, 1) exchange_plan_fused(const __g
   fill_tile<LocalId>(q, rank, call, tile, routes, weights, smem, base);
 }
 
-template <class Body>
-void with_kernel(const ExchangeShape& shape, const Body& body) {
+template <class Id, class Body>
+void with_fused_kernel(const ExchangeShape& shape, const Body& body) {
   with_chunks(shape.K, [&](auto chunks) {
     constexpr int kChunks = decltype(chunks)::value;
-    if (shape.id_bytes == 2)
-      return body(shape.local_id_bytes == 2 ? exchange_plan_fused<std::int16_t, std::int16_t, kChunks>
-                                            : exchange_plan_fused<std::int16_t, std::int32_t, kChunks>);
-    body(shape.local_id_bytes == 2 ? exchange_plan_fused<std::int32_t, std::int16_t, kChunks> : exchange_plan_fused<std::int32_t, std::int32_t, kChunks>);
+    body(shape.local_id_bytes == 2 ? exchange_plan_fused<Id, std::int16_t, kChunks> : exchange_plan_fused<Id, std::int32_t, kChunks>);
   });
 }
 
-std::size_t smem_of(const ExchangeShape& shape) { return FillLayout(shape.P, shape.K, shape.local_id_bytes).bytes; }
+inline std::size_t fused_smem(const ExchangeShape& shape) { return FillLayout(shape.P, shape.K, shape.local_id_bytes).bytes; }
 
-}  // namespace
-
-int plan_fused_ctas(const ExchangeShape& shape, int num_sms) {
+template <class Id>
+int fused_ctas(const ExchangeShape& shape, int num_sms) {
   int blocks = 0;
-  with_kernel(shape, [&](auto kernel) {
-    if (smem_of(shape) > kPlainSharedBytes) (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_of(shape)));
-    (void)cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kPlanThreads, smem_of(shape));
+  with_fused_kernel<Id>(shape, [&](auto kernel) {
+    if (fused_smem(shape) > kPlainSharedBytes) {
+      (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(fused_smem(shape)));
+    }
+    (void)cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kPlanThreads, fused_smem(shape));
   });
   return blocks * num_sms;
 }
 
-void launch_plan_fused(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream) {
-  with_kernel(q.shape, [&](auto kernel) { launch_ranks(kernel, num_tiles, kPlanThreads, smem_of(q.shape), overlap, stream, q); });
+template <class Id>
+void launch_fused(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream) {
+  with_fused_kernel<Id>(q.shape, [&](auto kernel) { launch_ranks(kernel, num_tiles, kPlanThreads, fused_smem(q.shape), overlap, stream, q); });
 }
 
+}  // namespace
 }  // namespace waybill::cuda
