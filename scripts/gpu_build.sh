@@ -36,6 +36,7 @@ declare -A sources=(
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_fp8]="$core $fp8 $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
   [bench_cuda_fp8]="$core $fp8 $quantize tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
+  [test_cuda_quantized_gemm]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/quantized_gemm_test.cc tests/cuda/main.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
@@ -49,7 +50,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done

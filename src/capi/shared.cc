@@ -4,6 +4,7 @@
 #if defined(WAYBILL_WITH_CUDA)
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/cuda/quantized_cuda.h"
 #include "ops/quantize/cuda/quantize_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 
@@ -14,6 +15,7 @@ namespace {
   waybill::cuda::register_activation();
   waybill::cuda::register_gemm();
   waybill::cuda::register_quantize();
+  waybill::cuda::register_quantized_gemm();
 }
 }  // namespace
 #endif
