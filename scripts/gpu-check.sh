@@ -56,7 +56,7 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ]; then  # torch's, where the loader finds n
   [ -n "${WAYBILL_NCCL_LIBRARY:-}" ] || unset WAYBILL_NCCL_LIBRARY
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ]; then
@@ -68,6 +68,8 @@ done
 if [ $quick = 0 ]; then
   small_router='RouterCasesCuda.F0*:RouterForwardCuda.ShortRows*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
   small_gemm='GroupedGemmCuda.NoRows*:ActivationCuda.*:GroupedGemmActivationApiCuda.*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
+  small_fp8='GroupedFp8Cuda.NoRows*:GroupedFp8Cuda.AGroup*:GroupedFp8Cuda.ARow*:GroupedFp8Cuda.Broken*'
+  small_quantize='QuantizeBadInputCuda.*:QuantizeCuda.Widths*:QuantizeCuda.RowsWithStrides:QuantizeCuda.ACaptured*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2:CudaLocalFabric.W*:CudaLocalFabric.ADevice*'
   small_exchange='Ranks/ExchangeCuda.*/1:Ranks/ExchangeCuda.*/4:ExchangeHardRoutesCuda.Bad*:ExchangeHardRoutesCuda.ADup*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeScalesCuda.*'
   if command -v compute-sanitizer >/dev/null; then
@@ -78,6 +80,8 @@ if [ $quick = 0 ]; then
       start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router$more"
       # The matmuls under memcheck alone.
       [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"
+      [ $tool != memcheck ] || start "$tool fp8" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fp8" --gtest_filter="$small_fp8"
+      start "$tool quantize" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_quantize" --gtest_filter="$small_quantize"
       start "$tool exchange" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_exchange" --gtest_filter="$small_exchange"
       start "$tool fabric" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
     done
@@ -97,6 +101,10 @@ if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
 fi
 start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
 collect
+start "benchmark fp8" "$bin/bench_cuda_fp8" "$work/fp8.jsonl" --loads
+collect
+start "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl"
+collect
 start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl"
 collect
 [ ! -s "$work/activation.jsonl" ] || cat "$work/activation.jsonl" >>"$work/gemm.jsonl"
@@ -104,16 +112,20 @@ peers=
 if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
 grouped=
 if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads >"$work/torch_grouped.log" 2>&1; then grouped=$work/torch_grouped.jsonl; else note "peer torch grouped" "skipped: torch did not run"; fi
+fp8=
+if "${PYTHON:-python3}" bench/peers/torch_fp8.py "$work/torch_fp8.jsonl" >"$work/torch_fp8.log" 2>&1; then fp8=$work/torch_fp8.jsonl; else note "peer torch fp8" "skipped: torch did not run"; fi
 (IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
 if [ -s "$work/router.jsonl" ]; then
   python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1
 fi
 [ ! -s "$work/exchange.jsonl" ] || python3 scripts/gpu_results.py exchange "$work/exchange.jsonl" --checks "$work/checks.json" || failed=1
 [ ! -s "$work/gemm.jsonl" ] || python3 scripts/gpu_results.py gemm "$work/gemm.jsonl" $grouped --checks "$work/checks.json" || failed=1
+[ ! -s "$work/fp8.jsonl" ] || python3 scripts/gpu_results.py fp8 "$work/fp8.jsonl" $fp8 --checks "$work/checks.json" || failed=1
+[ ! -s "$work/quantize.jsonl" ] || python3 scripts/gpu_results.py quantize "$work/quantize.jsonl" --checks "$work/checks.json" || failed=1
 python3 scripts/render_performance.py || failed=1
 if [ -n "$out" ]; then
   mkdir -p "$out"
-  cp bench/results/*/{router,exchange,gemm}.json "$out/" 2>/dev/null
+  cp bench/results/*/{router,exchange,gemm,fp8,quantize}.json "$out/" 2>/dev/null
   tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
 fi
 [ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2

@@ -22,6 +22,10 @@ METHODS = {
     "checked end to end before timing: identity experts on integer stamps come back exactly",
     "gemm": "burst: after 15 ms of spinning 10 calls between two events, median of 5; random data, one set of buffers; TFLOP/s count valid rows; "
     "targets and floors of operations are scaled to the dense rate of the run; peers are torch's, timed the same way in the same session",
+    "fp8": "burst, as gemm; operands quantised before the clock starts (1 x 128, 128 x 128, 128 x 1, scales powers of two); targets and floors of "
+    "operations are scaled to the dense E4M3 rate of the run; peers are torch's row-wise scaled products, timed the same way in the same session",
+    "quantize": "burst: after 15 ms of spinning 20 calls between two events, median of 5, over rotating buffers larger than the L2; floor: bytes over the "
+    "rate of a plain device copy of the same shape in the same run; target: 0.85 of that rate",
 }
 
 
