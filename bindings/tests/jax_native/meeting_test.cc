@@ -3,6 +3,8 @@
 #include "jax/meeting.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <thread>
 #include <vector>
@@ -126,6 +128,27 @@ TEST_F(Mesh, WaitsEndWithATextThatNamesThePeer) {
   EXPECT_EQ(one.receive(0, {5, 3, 0, 1}, data), "rank 0 failed: out of apples");
   EXPECT_EQ(zero.receive(1, {5, 3, 1, 0}, data), "rank 0 failed: out of apples");
   EXPECT_EQ(zero.send(7, {5, 3, 0, 1}, "", 0), "process 7 is not known; waybill.jax was not set up in it");
+}
+
+TEST_F(Mesh, AProcessThatEndsIsNamedAtOnce) {
+  int port = 0;
+  ASSERT_FALSE(one.listen("127.0.0.1", "secret", port));
+  one.start(1, std::chrono::milliseconds(60000));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ProcessMesh& mesh = *new ProcessMesh;
+    int unused = 0;
+    (void)mesh.listen("127.0.0.1", "secret", unused);
+    mesh.set_peer(1, "127.0.0.1", port);
+    mesh.start(0, std::chrono::milliseconds(1000));
+    (void)mesh.send(1, {5, 0, 0, 1}, "last words", 10);
+    ::_exit(0);
+  }
+  std::vector<std::byte> data;
+  ASSERT_FALSE(one.receive(0, {5, 0, 0, 1}, data));
+  EXPECT_EQ(data.size(), 10u);
+  EXPECT_EQ(one.receive(0, {5, 1, 0, 1}, data), "rank 1 waits for rank 0 (process 0, message 1): it has closed its connection");
+  ::waitpid(child, nullptr, 0);
 }
 
 TEST_F(Mesh, ConnectionsWithoutTheSecretAreClosed) {
