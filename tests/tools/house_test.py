@@ -123,6 +123,37 @@ class Scripts(HouseTest):
             self.assertEqual(result.returncode, 2, script)
             self.assertIn("--no-such-option", result.stderr)
 
+    def test_cuda_compiles_fail_on_spills_and_on_warnings_of_lost_wgmma(self):
+        """cmake/check_ptxas.py in front of a compiler that prints what ptxas prints."""
+
+        def compile_with(report, source="__global__ void hot() {}\n"):
+            (self.folder / "k.cu").write_text(source)
+            (self.folder / "report").write_text(report)
+            compiler = self.folder / "nvcc"
+            compiler.write_text(f"#!/bin/sh\ncat {self.folder}/report >&2\ntouch {self.folder}/k.o\n")
+            compiler.chmod(0o755)
+            result = run(sys.executable, pathlib.Path(SOURCE) / "cmake/check_ptxas.py", compiler, "-c", self.folder / "k.cu", "-o", self.folder / "k.o")
+            return result.returncode, result.stderr, (self.folder / "k.o").exists()
+
+        def entry(arch, spills):
+            return (
+                f"ptxas info    : Compiling entry function 'hot' for '{arch}'\n"
+                "ptxas info    : Function properties for hot\n"
+                f"    8 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
+                "ptxas info    : Used 64 registers\n"
+            )
+
+        self.assertEqual(compile_with(entry("sm_90a", 0)), (0, "", True))
+        code, text, made = compile_with(entry("sm_90a", 12))
+        self.assertEqual((code, made), (1, False))
+        self.assertIn("hot: 12 bytes spill stores", text)
+        self.assertEqual(compile_with(entry("sm_80", 12) + entry("sm_90a", 0))[0], 0)  # no speed claim there
+        self.assertEqual(compile_with(entry("sm_90a", 12), "// ptxas: may spill hot: a test\n")[0], 0)
+        for warning in ("C7508", "C7510"):
+            code, text, made = compile_with(entry("sm_90a", 0) + f"ptxas warning : ({warning}) Potential Performance Loss\n")
+            self.assertEqual((code, made), (1, False))
+            self.assertIn(warning, text)
+
     def test_layer_check_finds_an_upward_include(self):
         tree = self.folder / "tree"
         for name in ("include/waybill", "src/core", "src/moe", "scripts", "tools", "bench", "tests", "bindings"):
