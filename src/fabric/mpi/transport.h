@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "fabric/mpi/operation.h"
+#include "fabric/mpi/timed_mutex.h"
 
 namespace waybill::mpi {
 
@@ -46,7 +47,7 @@ class Transport {
 
  private:
   Transport();
-  using Lock = std::unique_lock<std::timed_mutex>;
+  using Lock = std::unique_lock<TimedMutex>;
   Lock take_lock();  // throws when stuck
   [[noreturn]] void throw_stuck(const Operation& operation, std::chrono::milliseconds timeout);
   struct Failure {
@@ -75,7 +76,7 @@ class Transport {
   bool owns_mpi_ = false;
   int next_group_id_ = 1;
 
-  std::timed_mutex mutex_;
+  TimedMutex mutex_;
   std::atomic<bool> stuck_{false};
   std::condition_variable_any wake_;
   std::mutex news_mutex_;  // of changed_ only; never held together with a call into MPI

@@ -96,8 +96,10 @@ class Packer {
       const std::int64_t row = done / fours, part = done % fours;
       return {first + row * operand_.outer_stride * item_ + part * 4 * kLine, kLine, operand_.outer_stride * item_ - fours * 4 * kLine, fours - part, fours};
     }
-    const std::int64_t lines = ceil_div(width_ * item_, kLine);  // in each of `depth` rows
-    return {first + index % lines * kLine, operand_.k_stride * item_, 0, depth, depth};
+    // In each of `depth` rows. A panel that begins within a line shares it with the panel before, whose reads have brought it; the line that
+    // its end reaches into is the one to ask for, hence the last element of a line's length.
+    const std::int64_t lines = ceil_div(width_ * item_, kLine);
+    return {first + index % lines * kLine + kLine - item_, operand_.k_stride * item_, 0, depth, depth};
   }
 
   void pack(std::int64_t outer, std::int64_t extent, std::int64_t k, std::int64_t depth, float* out) const {
