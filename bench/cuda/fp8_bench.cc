@@ -16,19 +16,19 @@
 #include <string>
 #include <vector>
 
+#include "bench/cuda/gemm_burst.h"
 #include "bench/cuda/gemm_dense.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
 #include "cuda/fp8_reference.h"
-#include "cuda/gemm_spin.h"
 #include "ops/quantize/cuda/quantize_cuda.h"
 #include "waybill/quantize.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr double kBytesPerUs = 4.29e6, kTargetDense = 1528;
+constexpr double kTargetDense = 1528;
 constexpr std::int64_t kDense = 8192;
 constexpr Device kGpu{DeviceType::kCuda, 0};
 
@@ -55,28 +55,6 @@ std::vector<std::int64_t> counts_of(const Shape& s) {
   for (std::size_t i = 0; i < share.size(); ++i) given += counts[i] = static_cast<std::int64_t>(share[i] / sum * static_cast<double>(total));
   for (std::size_t i = 0; given < total; i = (i + 1) % counts.size()) ++counts[i], ++given;
   return counts;
-}
-
-struct Spread {
-  double us = 0, spread = 0;
-};
-
-template <class Body>
-Spread time_burst(const CudaStream& stream, int repetitions, int calls, double spin_ms, const Body& body) {
-  const CudaEvent begin, end;
-  body();
-  stream.synchronize();
-  std::vector<double> us;
-  for (int r = 0; r < repetitions; ++r) {
-    spin(spin_ms, stream);
-    begin.record(stream);
-    for (int i = 0; i < calls; ++i) body();
-    end.record(stream);
-    end.synchronize();
-    us.push_back(static_cast<double>(end.elapsed_us_since(begin)) / calls);
-  }
-  std::sort(us.begin(), us.end());
-  return {us[us.size() / 2], us.back() - us.front()};
 }
 
 TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
