@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MoE layer on GPUs: the contract of MoeLayer (waybill/moe.h) with device memory, no host wait and fixed budgets. One object serves the ranks
+// that one launch stands for, as DeviceExchange does: all virtual ranks of a GPU, or the one rank of a process.
+//
+// forward() and backward() queue work on `stream` and return; nothing is allocated, registered or waited for, so both can be captured in one graph
+// once each has run on that stream (kernels and matmul plans of a shape are made then). Spans hold one element a rank of the launch. What changes
+// between replays is the contents of the tensors. All ranks of the group make the same calls in the same order. Results are bit-equal on repeat and
+// between eager and captured runs.
+//
+// Memory: windows are booked in the ranks' arenas by the constructor, scratch is allocated there, what a step keeps by make_step(). Budgets are
+// those of ExchangeConfig: receive_factor 0 is the worst case, captured mode's default 1.5. Both modes keep to the budget; neither waits.
+//
+// Types: x, d_out, parameters bf16; out, dx bf16 or f32; gradients of matmul weights bf16 (stored) or f32 (stored or accumulated), of the gate f32;
+// router_bias f32. Everything contiguous and aligned to 16 bytes, H, F and latent multiples of 8.
+//
+// Faults: after an overflow on any rank the step is invalid on every rank: out and dx are 0, gradients keep their values where they are accumulated
+// and become 0 where they are stored; DeviceMoeReport says so, and the sticky status word holds demand and capacity. Timeouts: see DeviceExchange.
+// Bad arguments throw before anything is queued. What a config asks for and this layer lacks is refused with kUnsupported, by name.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "exchange/cuda/device_exchange.h"
+#include "waybill/moe.h"
+
+namespace waybill::cuda {
+
+// Speed and memory only, never results.
+struct DeviceMoePolicy {
+  enum class Rows : std::uint8_t { kAuto = 0, kGather = 1, kPermute = 2 };
+  Rows forward = Rows::kAuto;   // how the first matmul finds its rows: through a list, or from a copy in expert order
+  Rows gradient = Rows::kAuto;  // the same for the matmuls of backward
+};
+
+struct DeviceMoeOptions {
+  int num_steps = 1;  // steps in flight (forward without its backward); each books a window for the rows it keeps
+  DeviceMoePolicy policy;
+  ExchangeTuning exchange;
+  // Called on the host before work of a phase is queued, and with kOther after the last: benchmarks record events there, profilers get ranges.
+  std::function<void(Phase phase, cudaStream_t stream)> on_phase;
+};
+
+// What the last forward of a step found, written by the device to host memory; read it whenever the stream has passed. No wait of its own.
+struct DeviceMoeReport {
+  std::uint64_t forwards = 0;  // forwards of this step so far, replays included; written last
+  std::int32_t valid = 0;
+  std::int32_t rows = 0, slots = 0;                       // received by this rank
+  std::int32_t min_expert_rows = 0, max_expert_rows = 0;  // of this rank's experts
+  std::int32_t unused = 0;
+  std::int64_t max_slot_demand = 0, max_row_demand = 0;                 // of any rank
+  double aux_loss = 0, sequence_loss = 0, global_loss = 0, z_loss = 0;  // this rank's share
+};
+
+struct DeviceMoeForward {
+  bool training = true;                        // false: no losses, nothing is kept for backward
+  std::span<const TensorView> padding_masks;   // u8 [T] a rank, 1 = padding; or empty
+  std::span<const TensorView> replay_ids;      // [T, K] of route_id_dtype(E) a rank; or empty
+  std::int64_t token_offset = 0;               // of row 0 of rank 0; forced balance only
+  double loss_tokens = 0, loss_sequences = 0;  // of the global batch; 0 = this call's, all ranks (then no padding mask may be given)
+};
+
+struct DeviceMoeBackward {
+  bool accumulate = false;  // add to f32 gradients instead of storing; bf16 ones are always stored
+  float loss_scale = 1.0f;
+};
+
+// Bytes of one rank.
+struct DeviceMoeMemory {
+  std::size_t windows = 0;  // in the arena, those of all steps included
+  std::size_t scratch = 0;  // of the layer
+  std::size_t step = 0;     // of one step, without its window
+};
+
+// What a forward leaves for its backward: device memory of fixed size. Movable; must not outlive the layer.
+class DeviceMoeStep {
+ public:
+  DeviceMoeStep();
+  ~DeviceMoeStep();
+  DeviceMoeStep(DeviceMoeStep&&) noexcept;
+  DeviceMoeStep& operator=(DeviceMoeStep&&) noexcept;
+
+  const DeviceMoeReport& report(int index) const;  // of rank `index` of the launch
+  const DeviceHandle& handle() const;              // plan and layout, for reading
+  // Device memory of the last forward, of rank `index`: ids and weights [T, K], counts [E] of this rank's tokens.
+  DeviceRoute route(int index) const;
+  const std::int32_t* counts(int index) const;
+
+ private:
+  friend class DeviceMoeLayer;
+  struct Saved;
+  std::unique_ptr<Saved> saved_;
+};
+
+class DeviceMoeLayer {
+ public:
+  // config.T_max must be given. book: see DeviceExchange; called by every rank of the group in the same order.
+  DeviceMoeLayer(const MoeConfig& config, const LocalRanks& ranks, int device, const BookWindow& book, const DeviceMoeOptions& options = {});
+  ~DeviceMoeLayer();
+  DeviceMoeLayer(const DeviceMoeLayer&) = delete;
+  DeviceMoeLayer& operator=(const DeviceMoeLayer&) = delete;
+
+  // What an arena must hold for the windows, and what a rank will use; needs no GPU.
+  static std::size_t arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options = {});
+  static DeviceMoeMemory memory(const MoeConfig& config, int P, const DeviceMoeOptions& options = {});
+
+  const MoeConfig& config() const;
+  ReceiveBudget budget() const;
+  DeviceExchange& exchange();
+  int num_ranks() const;  // of the launch
+
+  DeviceMoeStep make_step();  // allocates; at most num_steps
+
+  // x [T, H], T <= T_max, may differ between ranks and be 0. out [T, H] is written.
+  void forward(std::span<const MoeTensors> parameters, std::span<const TensorView> x, std::span<const TensorView> out, DeviceMoeStep& step,
+               const DeviceMoeForward& options, cudaStream_t stream);
+  // dx [T, H] is written; gradients as DeviceMoeBackward says. One backward a training forward.
+  void backward(std::span<const MoeTensors> parameters, std::span<const MoeTensors> gradients, std::span<const TensorView> x, std::span<const TensorView> d_out,
+                std::span<const TensorView> dx, DeviceMoeStep& step, const DeviceMoeBackward& options, cudaStream_t stream);
+
+  StatusWord status(int index, cudaStream_t stream) const;  // sticky; waits for the stream
+  void clear_status(cudaStream_t stream) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace waybill::cuda
