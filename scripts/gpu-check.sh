@@ -31,7 +31,8 @@ if [ -z "$bin" ]; then
   scripts/gpu_build.sh "$bin" >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; echo "gpu-check: the build failed" >&2; exit 1; }
 fi
 checks=()
-note() { checks+=("\"$1\": \"$2\""); printf '%-44s %s\n' "$1" "$2"; [ "$2" = passed ] || [ "${2#skipped}" != "$2" ] || failed=1; }
+# "passed", "passed, N skipped: reason" (tests of the program that need more than is here), "skipped: reason" or "failed...".
+note() { checks+=("\"$1\": \"$2\""); printf '%-44s %s\n' "$1" "$2"; [ "${2#passed}" != "$2" ] || [ "${2#skipped}" != "$2" ] || failed=1; }
 file_of() { echo "$work/$(echo "$1" | tr -c 'a-z0-9\n' '_')"; }
 start() { # name, command...: in the background; collect() reports it
   local file
@@ -45,15 +46,19 @@ collect() {
   wait
   for name in "${names[@]}"; do
     file=$(file_of "$name")
-    if [ "$(cat "$file.rc")" = 0 ]; then note "$name" passed; else note "$name" failed; tail -20 "$file.log" >&2; fi
+    if [ "$(cat "$file.rc")" = 0 ]; then note "$name" "passed$(python3 scripts/gtest_skips.py "$file.log")"; else note "$name" failed; tail -20 "$file.log" >&2; fi
   done
   names=()
 }
 names=()
-if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ]; then  # torch's, where the loader finds none
-  ldconfig -p 2>/dev/null | grep -q libnccl.so.2 ||
-    export WAYBILL_NCCL_LIBRARY=$("${PYTHON:-python3}" -c 'import os, nvidia.nccl; print(os.path.join(list(nvidia.nccl.__path__)[0], "lib/libnccl.so.2"))' 2>/dev/null)
-  [ -n "${WAYBILL_NCCL_LIBRARY:-}" ] || unset WAYBILL_NCCL_LIBRARY
+# The NCCL library whose version is that of the header in the programs: beside that header, torch's, or the loader's own.
+if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
+  torch_nccl=$("${PYTHON:-python3}" -c 'import os, nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null)
+  nccl_library=
+  for library in ${WAYBILL_NCCL_INCLUDE:+"$WAYBILL_NCCL_INCLUDE/../lib/libnccl.so.2"} ${torch_nccl:+"$torch_nccl/lib/libnccl.so.2"} libnccl.so.2; do
+    [ -n "$nccl_library" ] || ! WAYBILL_NCCL_LIBRARY=$library "$bin/test_cuda_nccl" --check-nccl >>"$work/nccl.log" 2>&1 || nccl_library=$library
+  done
+  if [ -n "$nccl_library" ]; then export WAYBILL_NCCL_LIBRARY=$nccl_library; else note "NCCL library" "failed: none of the header's version"; cat "$work/nccl.log" >&2; fi
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
 for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize; do

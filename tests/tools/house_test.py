@@ -123,6 +123,18 @@ class Scripts(HouseTest):
             self.assertEqual(result.returncode, 2, script)
             self.assertIn("--no-such-option", result.stderr)
 
+    def test_skipped_gpu_tests_are_counted_with_their_reasons(self):
+        log = self.folder / "log"
+        log.write_text(
+            "[       OK ] A.Runs (3 ms)\n/x/a.cc:13: Skipped\nneeds 2 GPUs; \"1\"\n\n[  SKIPPED ] A.Waits (0 ms)\n"
+            "/x/a.cc:99: Skipped\nneeds 2 GPUs; \"1\"\n\n[  SKIPPED ] B/Q.Waits/2 (0 ms)\n[  SKIPPED ] 2 tests, listed below:\n"
+            "[  SKIPPED ] A.Waits\n[  SKIPPED ] B/Q.Waits/2\n"
+        )
+        script = pathlib.Path(SOURCE) / "scripts/gtest_skips.py"
+        self.assertEqual(run(sys.executable, script, log).stdout, ", 2 skipped: needs 2 GPUs; 1")
+        log.write_text("[       OK ] A.Runs (3 ms)\n")
+        self.assertEqual(run(sys.executable, script, log).stdout, "")
+
     def test_cuda_compiles_fail_on_spills_and_on_warnings_of_lost_wgmma(self):
         """cmake/check_ptxas.py in front of a compiler that prints what ptxas prints."""
 

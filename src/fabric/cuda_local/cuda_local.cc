@@ -2,7 +2,9 @@
 #include "fabric/cuda_local/cuda_local.h"
 
 #include <algorithm>
+#include <mutex>
 #include <set>
+#include <utility>
 
 #include "core/cuda/cuda_error.h"
 
@@ -12,13 +14,22 @@ namespace {
 constexpr std::uint64_t kAlignment = 256;
 std::uint64_t aligned(std::uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+// Pairs that this process has switched on: asking CUDA again is an error of its own, which tools report.
+bool first_request(int device, int peer) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, int>> pairs;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pairs.emplace(device, peer).second;
+}
+
 void enable_peer_access(int device, int peer) {
   int can_access = 0;
   WB_TRY_CUDA(cudaDeviceCanAccessPeer(&can_access, device, peer));
   WB_CHECK(can_access == 1, "cuda:{} cannot reach the memory of cuda:{}; cuda_local needs peer access between all its GPUs", device, peer);
+  if (!first_request(device, peer)) return;
   const DeviceGuard guard(device);
   const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
-  if (error == cudaErrorPeerAccessAlreadyEnabled) {
+  if (error == cudaErrorPeerAccessAlreadyEnabled) {  // by someone else in this process
     (void)cudaGetLastError();
     return;
   }
