@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // CPU matmuls: GFLOP/s of valid rows (2 * S * N * C), per implementation, one thread unless the name says otherwise. The arguments in a name are
-// groups, rows a group, N, C. The rate divides by the thread's CPU time, so a busy machine disturbs it little. gemm_peers compares with
-// other libraries.
+// groups, rows a group (load:W0 to load:W9: on average, bench/shapes/loads.toml), N, C. The rate divides by the thread's CPU time, so a busy machine disturbs
+// it little. gemm_peers compares with other libraries.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "bench/loads.h"
 #include "ops/gemm/kernel.h"
 #include "waybill/activation.h"
 #include "waybill/grouped_gemm.h"
@@ -29,13 +31,15 @@ void fill(const Tensor& tensor, std::uint64_t key) {
 }
 
 struct Problem {
-  std::int64_t L, rows, S, N, C;
+  std::int64_t L;
+  std::vector<std::int32_t> firsts;
+  std::int64_t S, N, C;
   Tensor a, dy, weights, y, da, d_weights, offsets;
 
-  Problem(const benchmark::State& state, DType dtype)
+  Problem(const benchmark::State& state, DType dtype, const std::string& load)
       : L(state.range(0)),
-        rows(state.range(1)),
-        S(L * rows),
+        firsts(bench::load_offsets(load, L, state.range(1))),
+        S(firsts.back()),
         N(state.range(2)),
         C(state.range(3)),
         a(dtype, {S, C}),
@@ -48,7 +52,7 @@ struct Problem {
     fill(a, 1);
     fill(dy, 2);
     fill(weights, 3);
-    for (std::int64_t g = 0; g <= L; ++g) offsets.as<std::int32_t>()[g] = static_cast<std::int32_t>(g * rows);
+    std::copy(firsts.begin(), firsts.end(), offsets.as<std::int32_t>());
   }
   void run(Op op, ThreadPool* pool) {
     const Stream stream = Stream::cpu(pool);
@@ -62,9 +66,9 @@ struct Problem {
   }
 };
 
-void grouped(benchmark::State& state, Op op, DType dtype, const std::string& implementation, int threads) {
+void grouped(benchmark::State& state, Op op, DType dtype, const std::string& implementation, int threads, const std::string& load = "even") {
   detail::force_gemm(implementation.c_str());
-  Problem problem(state, dtype);
+  Problem problem(state, dtype, load);
   ThreadPool pool(threads);
   for (auto _ : state) problem.run(op, threads > 1 ? &pool : nullptr);
   problem.report(state);
@@ -107,6 +111,10 @@ void register_all() {
         const std::string label = std::string("grouped_gemm/") + op_name + "/" + to_string(dtype) + "/" + name;
         benchmark::RegisterBenchmark(label.c_str(), [=](benchmark::State& state) { grouped(state, which, dtype, name, 1); })->Apply(shapes);
       }
+    }
+    for (const char* load : bench::kWorkloads) {
+      const std::string label = std::string("grouped_gemm/") + op_name + "/f32/load:" + load;
+      benchmark::RegisterBenchmark(label.c_str(), [=](benchmark::State& state) { grouped(state, which, DType::kF32, "", 1, load); })->Args({16, 128, 512, 256});
     }
     if (num_usable_cores() > 1) {
       const std::string label = std::string("grouped_gemm/") + op_name + "/f32/threads:" + std::to_string(num_usable_cores());

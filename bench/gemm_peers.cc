@@ -2,7 +2,8 @@
 // Grouped GEMM beside oneDNN and OpenBLAS, one thread each, in one process and interleaved: every round times each side once, a row shows the
 // median of the rounds' ratios, so that a change of the clock hits both. The peers are loaded at run time (Debian: libdnnl2, libopenblas0) after
 // their thread and instruction-set variables are set, because both read them when they are loaded.
-//   gemm_peers [--isa avx512|avx2|portable] [--rounds N] [--ms N] [--only TEXT] [--json FILE]
+//   gemm_peers [--isa avx512|avx2|portable] [--rounds N] [--ms N] [--only TEXT] [--json FILE] [--loads]
+//     --loads   also the loads W0 to W9 of bench/shapes/loads.toml: 16 experts with 128 rows on average
 // Columns: ours with fp32 and with bf16 inputs (both accumulate in fp32), "loop" = one sgemm call a group, "dense" = one sgemm over all rows
 // with a single weight (forward and dgrad), the yardstick that knows no groups. Results are compared before anything is timed.
 #include <dlfcn.h>
@@ -19,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/loads.h"
 #include "ops/gemm/kernel.h"
 #include "waybill/grouped_gemm.h"
 #include "waybill/random.h"
@@ -63,7 +65,8 @@ Sgemm load_openblas(std::string& core) {
 
 struct Shape {
   const char* name;
-  std::int64_t groups, rows, N, C;
+  std::int64_t groups, rows, N, C;  // rows: mean of a group
+  const char* load = "even";
 };
 // The yardstick of the target, groups of 64 to 1,024 rows of known models' experts (demo, OLMoE-like, fine-grained, wide), then groups
 // too small for the target, which show where the calls' own cost begins.
@@ -96,22 +99,23 @@ Tensor filled(DType dtype, std::initializer_list<std::int64_t> shape, std::uint6
 
 struct Inputs {
   Tensor a, dy, weights;
-  Inputs(const Shape& s, DType dtype)
-      : a(filled(dtype, {s.groups * s.rows, s.C}, 1)), dy(filled(dtype, {s.groups * s.rows, s.N}, 2)), weights(filled(dtype, {s.groups, s.N, s.C}, 3)) {}
+  Inputs(const Shape& s, std::int64_t S, DType dtype)
+      : a(filled(dtype, {S, s.C}, 1)), dy(filled(dtype, {S, s.N}, 2)), weights(filled(dtype, {s.groups, s.N, s.C}, 3)) {}
 };
 
 class Problem {
  public:
   explicit Problem(const Shape& shape)
       : s(shape),
-        S(s.groups * s.rows),
-        f32(s, DType::kF32),
-        narrow(s, DType::kBF16),
+        firsts(bench::load_offsets(s.load, s.groups, s.rows)),
+        S(firsts.back()),
+        f32(s, S, DType::kF32),
+        narrow(s, S, DType::kBF16),
         y(Tensor::zeros(DType::kF32, {S, s.N})),
         da(Tensor::zeros(DType::kF32, {S, s.C})),
         d_weights(Tensor::zeros(DType::kF32, {s.groups, s.N, s.C})),
         offsets(DType::kI32, {s.groups + 1}) {
-    for (std::int64_t g = 0; g <= s.groups; ++g) offsets.as<std::int32_t>()[g] = static_cast<std::int32_t>(g * s.rows);
+    std::copy(firsts.begin(), firsts.end(), offsets.as<std::int32_t>());
   }
   double gflop() const { return 2e-9 * static_cast<double>(S) * static_cast<double>(s.N) * static_cast<double>(s.C); }
   Tensor& output(Op op) { return op == Op::kForward ? y : op == Op::kDgrad ? da : d_weights; }
@@ -123,19 +127,25 @@ class Problem {
     if (op == Op::kWgrad) grouped_gemm_wgrad({in.a, in.dy, offsets, d_weights, WeightLayout::kLNC, {}, {}, accumulates});
   }
   void loop(Op op, const Sgemm& sgemm) {
-    for (std::int64_t g = 0; g < s.groups; ++g) product(op, sgemm, g, s.rows);
+    for (std::size_t g = 0; g < static_cast<std::size_t>(s.groups); ++g) product(op, sgemm, static_cast<std::int64_t>(g), firsts[g], firsts[g + 1] - firsts[g]);
   }
-  void dense(Op op, const Sgemm& sgemm) { product(op, sgemm, 0, S); }
+  void dense(Op op, const Sgemm& sgemm) { product(op, sgemm, 0, 0, S); }
+  std::int64_t largest() const {
+    std::int64_t rows = 0;
+    for (std::size_t g = 0; g < static_cast<std::size_t>(s.groups); ++g) rows = std::max<std::int64_t>(rows, firsts[g + 1] - firsts[g]);
+    return rows;
+  }
 
   const Shape s;
+  const std::vector<std::int32_t> firsts;  // [groups + 1]
   const std::int64_t S;
   bool accumulates = true;
 
  private:
-  void product(Op op, const Sgemm& sgemm, std::int64_t g, std::int64_t rows) {
-    float *a = f32.a.as<float>() + g * s.rows * s.C, *dy = f32.dy.as<float>() + g * s.rows * s.N, *w = f32.weights.as<float>() + g * s.N * s.C;
-    if (op == Op::kForward) sgemm(false, true, rows, s.N, s.C, a, w, 0, y.as<float>() + g * s.rows * s.N);
-    if (op == Op::kDgrad) sgemm(false, false, rows, s.C, s.N, dy, w, 0, da.as<float>() + g * s.rows * s.C);
+  void product(Op op, const Sgemm& sgemm, std::int64_t g, std::int64_t first, std::int64_t rows) {
+    float *a = f32.a.as<float>() + first * s.C, *dy = f32.dy.as<float>() + first * s.N, *w = f32.weights.as<float>() + g * s.N * s.C;
+    if (op == Op::kForward) sgemm(false, true, rows, s.N, s.C, a, w, 0, y.as<float>() + first * s.N);
+    if (op == Op::kDgrad) sgemm(false, false, rows, s.C, s.N, dy, w, 0, da.as<float>() + first * s.C);
     if (op == Op::kWgrad) sgemm(true, false, s.N, s.C, rows, dy, a, accumulates ? 1.0f : 0.0f, d_weights.as<float>() + g * s.N * s.C);
   }
   const Inputs f32, narrow;
@@ -144,6 +154,7 @@ class Problem {
 
 struct Options {
   std::string isa, only, json;
+  bool with_loads = false;
   int rounds = 9;
   double ms = 12;
 };
@@ -175,7 +186,7 @@ double median_ratio(const Side& ours, const Side& peer) {
 // Ours against the per-group loop; bf16 inputs hold the same values, so one tolerance serves both.
 void expect_equal(Problem& p, Op op, const Sgemm& sgemm, const char* peer) {
   p.accumulates = false;
-  const std::int64_t terms = op == Op::kForward ? p.s.C : op == Op::kDgrad ? p.s.N : p.s.rows;
+  const std::int64_t terms = op == Op::kForward ? p.s.C : op == Op::kDgrad ? p.s.N : p.largest();
   p.loop(op, sgemm);
   const Tensor& out = p.output(op);
   const std::vector<float> wanted(out.as<float>(), out.as<float>() + out.size());
@@ -242,6 +253,10 @@ Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; i += 2) {
     const std::string key = argv[i];
+    if (key == "--loads") {
+      options.with_loads = true, --i;
+      continue;
+    }
     WB_CHECK(i + 1 < argc, "{} needs a value", key);
     if (key == "--isa")
       options.isa = argv[i + 1];
@@ -278,7 +293,11 @@ void run(const Options& options) {
   fmt::print("| shape | groups x rows, N, C | op | fp32 | bf16 | oneDNN loop | oneDNN dense | OpenBLAS loop | / oneDNN loop | / oneDNN dense | / OpenBLAS |\n");
   fmt::print("|---|---|---|---|---|---|---|---|---|---|---|\n");
   nlohmann::json result = {{"kernels", isa}, {"openblas_core", core}, {"rounds", options.rounds}, {"ms", options.ms}, {"rows", nlohmann::json::array()}};
-  for (const Shape& shape : kShapes) {
+  std::vector<Shape> shapes(std::begin(kShapes), std::end(kShapes));
+  for (const char* load : bench::kWorkloads) {
+    if (options.with_loads) shapes.push_back({load, 16, 128, 512, 256, load});
+  }
+  for (const Shape& shape : shapes) {
     for (const Op op : kOps) {
       if (!options.only.empty() && (std::string(shape.name) + " " + name_of(op)).find(options.only) == std::string::npos) continue;
       Problem problem(shape);

@@ -2,12 +2,14 @@
 // What exchange.overlap_shared saves: one MoE layer with a shared expert, forward and backward, once with the shared expert's matmuls between the
 // halves of dispatch and once behind them. Both variants take turns, results are compared to the bit first.
 //   mpirun -n 2 --bind-to none overlap_bench --shared 1024        ranks are processes; without a launcher: 2 threads (--ranks)
+//     --load W1   the routes of a load of bench/shapes/loads.toml (or recorded:FOLDER) in place of the router's own choice
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <cstring>
 #include <memory>
 
+#include "waybill/bench_loads.h"
 #include "waybill/bench_measure.h"
 #include "waybill/bench_verbs.h"
 #include "waybill/moe.h"
@@ -20,17 +22,30 @@ struct Options {
   std::int64_t T = 1024, H = 512, E = 16, K = 4, F = 256, shared_F = 1024, iterations = 20;
   double seconds = 5;
   int ranks = 2, threads = 1;
+  std::string load;  // empty: the router chooses
 };
+
+// This rank's routes of the load; an empty one where there is none.
+Route route_of(const Options& o, const Fabric& fabric) {
+  if (o.load.empty()) return {};
+  cli::BenchOptions options;
+  options.load = o.load;
+  cli::BenchShape shape;
+  shape.E = o.E, shape.K = o.K, shape.T = o.T, shape.P = fabric.size();
+  return std::move(cli::make_load(options, shape)[static_cast<std::size_t>(fabric.rank())]);
+}
 
 // One variant on one rank. Both variants have the same numbers.
 class Variant {
  public:
-  Variant(const Options& o, bool overlap, Fabric& fabric, ThreadPool* pool)
+  // T: this rank's tokens
+  Variant(const Options& o, bool overlap, const Route& route, std::int64_t T, Fabric& fabric, ThreadPool* pool)
       : layer_(config_of(o, overlap), fabric, fabric, pool),
-        x_(random({o.T, o.H}, 10 + static_cast<std::uint64_t>(fabric.rank()), 1)),
-        d_out_(random({o.T, o.H}, 20 + static_cast<std::uint64_t>(fabric.rank()), 1)),
-        out_(DType::kF32, {o.T, o.H}),
-        dx_(DType::kF32, {o.T, o.H}) {
+        route_(route),
+        x_(random({T, o.H}, 10 + static_cast<std::uint64_t>(fabric.rank()), 1)),
+        d_out_(random({T, o.H}, 20 + static_cast<std::uint64_t>(fabric.rank()), 1)),
+        out_(DType::kF32, {T, o.H}),
+        dx_(DType::kF32, {T, o.H}) {
     const std::int64_t L = layer_.L();
     const float scale = 1.0f / std::sqrt(static_cast<float>(o.H));
     add(&MoeTensors::gate, {o.E, o.H}, 1, scale);
@@ -40,7 +55,9 @@ class Variant {
     add(&MoeTensors::shared_w2, {o.H, o.shared_F}, 5, 1.0f / std::sqrt(static_cast<float>(o.shared_F)));
   }
   void run() {
-    layer_.forward(parameters_, x_, out_, step_, {}, &times_);
+    MoeForwardOptions options;
+    if (route_.E() > 0) options.replay = &route_;
+    layer_.forward(parameters_, x_, out_, step_, options, &times_);
     layer_.backward(parameters_, gradients_, x_, d_out_, dx_, step_, 1.0f, &times_);
     ++steps_;
   }
@@ -81,6 +98,7 @@ class Variant {
   }
 
   MoeLayer layer_;
+  const Route& route_;
   std::vector<Tensor> memory_;
   MoeTensors parameters_, gradients_;
   Tensor x_, d_out_, out_, dx_;
@@ -91,7 +109,9 @@ class Variant {
 
 void measure_rank(const Options& o, Fabric& fabric) {
   ThreadPool pool(o.threads);
-  Variant behind(o, false, fabric, &pool), between(o, true, fabric, &pool);
+  const Route route = route_of(o, fabric);
+  const std::int64_t T = o.load.empty() ? o.T : route.T();
+  Variant behind(o, false, route, T, fabric, &pool), between(o, true, route, T, fabric, &pool);
   behind.run();
   between.run();
   std::int64_t different = behind == between ? 0 : 1;
@@ -105,8 +125,8 @@ void measure_rank(const Options& o, Fabric& fabric) {
   const std::vector<cli::Timing> t = cli::measure_ranks(options, fabric, {[&] { behind.run(); }, [&] { between.run(); }});
   if (fabric.rank() != 0) return;
   const double saved = 1 - t[1].p50_us / t[0].p50_us;
-  fmt::print("{} ranks, {} thread(s) a rank, T={} a rank H={} E={} K={} F={} shared_F={}; equal to the bit, {} rounds\n", fabric.size(), o.threads, o.T, o.H,
-             o.E, o.K, o.F, o.shared_F, t[0].iterations);
+  fmt::print("{} ranks, {} thread(s) a rank, load {}, T={} a rank H={} E={} K={} F={} shared_F={}; equal to the bit, {} rounds\n", fabric.size(), o.threads,
+             o.load.empty() ? "of the router" : o.load, o.T, o.H, o.E, o.K, o.F, o.shared_F, t[0].iterations);
   fmt::print("overlap_shared  step ms p10/median/p90      rank 0: dispatch ms (waiting)  shared ms\n");
   for (int i = 0; i < 2; ++i) {
     const Variant& v = i == 0 ? behind : between;
@@ -130,6 +150,7 @@ void run(int argc, char** argv) {
   app.add_option("--iterations", o.iterations, "least number of rounds")->capture_default_str();
   app.add_option("--seconds", o.seconds, "least time a variant")->capture_default_str();
   app.add_option("--ranks", o.ranks, "threads as ranks, without a launcher")->capture_default_str();
+  app.add_option("--load", o.load, cli::load_names() + ", or recorded:FOLDER; default: the router's choice");
   app.add_option("--threads", o.threads, "of a rank")->capture_default_str();
   try {
     app.parse(argc, argv);

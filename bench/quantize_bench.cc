@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantize_dequantize() of the recipes' operands on one thread: elements and bytes (4 read, 4 written) a second, per implementation, beside a
-// copy of the same bytes, which is the floor. The arguments in a name are rows and columns; the first size stays in the second-level cache.
+// copy of the same bytes, which is the floor. The arguments in a name are rows and columns; the first size stays in the second-level cache. load:W0 to load:W9:
+// blocks of columns restart at each of 64 groups of the loads of bench/shapes/loads.toml, 128 rows on average.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
+#include "bench/loads.h"
 #include "ops/quantize/qdq_kernels.h"
 #include "waybill/random.h"
 #include "waybill/recipe.h"
@@ -44,6 +47,18 @@ void rounded(benchmark::State& state, const std::string& set, const QuantConfig&
   detail::force_quantize("");
 }
 
+void grouped(benchmark::State& state, const QuantConfig& format, const std::string& load) {
+  const std::vector<std::int32_t> firsts = bench::load_offsets(load, 64, 128);
+  const Tensor x = random_matrix(firsts.back(), state.range(0)), y(DType::kF32, {firsts.back(), state.range(0)});
+  const Tensor offsets(DType::kI32, {static_cast<std::int64_t>(firsts.size())});
+  std::copy(firsts.begin(), firsts.end(), offsets.as<std::int32_t>());
+  for (auto _ : state) {
+    quantize_dequantize(format, {x, {}, offsets, y});
+    benchmark::ClobberMemory();
+  }
+  report(state, x.size());
+}
+
 void to_bf16(benchmark::State& state, const std::string& set) {
   detail::force_quantize(set.c_str());
   const Tensor x = random_matrix(state.range(0), state.range(1)), y(DType::kBF16, {state.range(0), state.range(1)});
@@ -75,6 +90,18 @@ void add_set(const std::string& set) {
   }
 }
 
+void add_loads() {
+  for (const Recipe kind : {Recipe::kFP8, Recipe::kMXFP8, Recipe::kNVFP4}) {
+    RecipeConfig recipe;
+    recipe.kind = kind;
+    const QuantConfig format = operand_format(recipe, Operand::kActivation, Contraction::kRows);
+    for (const char* load : bench::kWorkloads) {
+      const std::string name = std::string(to_string(kind)) + " columns/load:" + load;
+      benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& state) { grouped(state, format, load); })->Arg(512)->Unit(benchmark::kMicrosecond);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace waybill
 
@@ -83,6 +110,7 @@ int main(int argc, char** argv) {
   const waybill::detail::QdqKernelList& list = waybill::detail::usable_qdq_kernels();
   for (int i = 0; i < list.count; ++i) waybill::add_set(list.sets[i]->name);
   waybill::add_set("ref");
+  waybill::add_loads();
   benchmark::Initialize(&argc, argv);
   benchmark::RunSpecifiedBenchmarks();
   return 0;

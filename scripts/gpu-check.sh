@@ -95,9 +95,9 @@ if [ $quick = 0 ]; then
   fi
 fi
 collect
-start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl"
+start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl" --loads
 collect
-start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl"
+start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl" --loads
 collect
 if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
   start "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
@@ -108,9 +108,9 @@ start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
 collect
 start "benchmark fp8" "$bin/bench_cuda_fp8" "$work/fp8.jsonl" --loads
 collect
-start "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl"
+start "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl" --loads
 collect
-start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl"
+start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl" --loads
 collect
 [ ! -s "$work/activation.jsonl" ] || cat "$work/activation.jsonl" >>"$work/gemm.jsonl"
 peers=

@@ -24,7 +24,8 @@ fabric="$(ls src/fabric/*.cc src/fabric/threads/*.cc src/fabric/caller/*.cc) $(f
 exchange="$fabric $(ls src/route/*.cc src/exchange/*.cc src/exchange/cuda/*.cc src/exchange/cuda/*.cu)"
 nccl=
 echo '#include <nccl_device.h>' | "$nvcc" -std=c++20 -E -x cu $include - >/dev/null 2>&1 && nccl=$(ls src/fabric/nccl/*.cc src/fabric/nccl/*.cu)
-gemm="src/route/route.cc src/balance/workload.cc $(ls src/ops/activation/*.cc src/ops/activation/cuda/*.cc src/ops/activation/cuda/*.cu src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu | grep -v "quantized\|fp8_\|part_offsets") tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
+loads="src/route/route.cc src/balance/workload.cc"  # bench/loads.h
+gemm="$loads $(ls src/ops/activation/*.cc src/ops/activation/cuda/*.cc src/ops/activation/cuda/*.cu src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu | grep -v "quantized\|fp8_\|part_offsets") tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 fp8="$(ls src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) src/ops/gemm/cuda/grouped_launch.cc tests/cuda/fp8_reference.cc tests/cuda/fp8_reference.cu tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
 declare -A sources=(
@@ -35,13 +36,13 @@ declare -A sources=(
   [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_links_test.cc tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_fp8]="$core $fp8 $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
-  [bench_cuda_fp8]="$core $fp8 $quantize tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
+  [bench_cuda_fp8]="$core $fp8 $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
   [test_cuda_quantized_gemm]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/quantized_gemm_test.cc tests/cuda/main.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
-  [bench_cuda_quantize]="$core $quantize tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
-  [bench_cuda_router]="$core $router bench/cuda/router_bench.cc"
+  [bench_cuda_quantize]="$core $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
+  [bench_cuda_router]="$core $router src/balance/workload.cc bench/cuda/router_bench.cc"
   [test_cuda_nccl]="$core $exchange $nccl tests/cuda/nccl_test.cc tests/cuda/nccl_main.cc"
-  [bench_cuda_exchange]="$core $exchange $nccl bench/cuda/exchange_bench.cc"
+  [bench_cuda_exchange]="$core $exchange $nccl src/balance/workload.cc bench/cuda/exchange_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
   [bench_cuda_activation]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/activation_bench.cc bench/cuda/gemm_dense.cc"
 )

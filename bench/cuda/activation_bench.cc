@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert activations: their kernels alone, and beside the matmuls, fused into their epilogues and not. Checks that fused and unfused results have
 // the same bits and that both match sums in double, then times. Exit code 1 when a check fails: its record says "checked": false.
-//   bench_cuda_activation OUT.jsonl [--filter TEXT] [--tiles]
+//   bench_cuda_activation OUT.jsonl [--filter TEXT] [--loads] [--tiles]
+//     --loads   also the loads W0 to W9 of bench/shapes/loads.toml
 //     --tiles   also every compiled tile of the fused kernels; no records of them
 // Method: as bench_cuda_gemm.
 #include <fmt/format.h>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "bench/cuda/gemm_anchor.h"
+#include "bench/loads.h"
 #include "cuda/gemm_reference.h"
 #include "ops/activation/cuda/activation_kernels.h"
 #include "ops/gemm/cuda/grouped_run.h"
@@ -23,9 +25,15 @@ namespace {
 constexpr unsigned char kPoison = 0xcd;
 
 struct Shape {
-  std::int64_t L, rows, H, F;
+  std::int64_t L, rows, H, F;  // rows: mean of a group
+  const char* load = "even";
 };
 constexpr Shape kShapes[] = {{8, 4096, 7168, 2048}, {32, 1024, 7168, 2048}, {128, 2048, 2048, 768}, {256, 320, 2048, 512}, {32, 288, 1024, 256}};
+
+std::string name_of(const Shape& s) {
+  const std::string load = s.load;
+  return fmt::format("{}x{} H{} F{}{}", s.L, s.rows, s.H, s.F, load == "even" ? "" : " " + load);
+}
 
 int num_sms() {
   int count = 0;
@@ -36,9 +44,10 @@ int num_sms() {
 // SwiGLU experts: h = x W1^T [S, 2F], a = weight * act(h) [S, F], and back from dy [S, H]: da = dy W2, dh, d_weight.
 class Layer {
  public:
-  explicit Layer(const Shape& s) : s_(s), S_(s.L * s.rows) {
-    std::vector<std::int32_t> offsets(static_cast<std::size_t>(s.L) + 1);
-    for (std::size_t i = 0; i < offsets.size(); ++i) offsets[i] = static_cast<std::int32_t>(static_cast<std::int64_t>(i) * s.rows);
+  explicit Layer(const Shape& s) : s_(s) {
+    const std::vector<std::int32_t> offsets = bench::load_offsets(s.load, s.L, s.rows);
+    S_ = offsets.back();
+    for (std::size_t i = 1; i < offsets.size(); ++i) used_ += offsets[i] > offsets[i - 1] ? 1 : 0;
     offsets_ = DeviceBuffer(offsets.size() * 4);
     offsets_.upload(offsets.data(), offsets_.bytes());
     x_ = random(DType::kBF16, S_ * s.H, 1, 1), w1_ = random(DType::kBF16, s.L * 2 * s.F * s.H, 2, 1 / std::sqrt(static_cast<float>(s.H)));
@@ -114,9 +123,9 @@ class Layer {
   double elements() const { return static_cast<double>(S_) * static_cast<double>(s_.F); }
   double operand_bytes(bool is_forward) const {
     return 2.0 *
-           (static_cast<double>(S_) * static_cast<double>(s_.H) + (is_forward ? 2.0 : 1.0) * static_cast<double>(s_.L * s_.H) * static_cast<double>(s_.F));
+           (static_cast<double>(S_) * static_cast<double>(s_.H) + (is_forward ? 2.0 : 1.0) * static_cast<double>(used_ * s_.H) * static_cast<double>(s_.F));
   }
-  std::string name() const { return fmt::format("{}x{} H{} F{}", s_.L, s_.rows, s_.H, s_.F); }
+  std::string name() const { return name_of(s_); }
   const DeviceBuffer& h() const { return h_; }
   const DeviceBuffer& h2() const { return h2_; }
   const DeviceBuffer& a() const { return a_; }
@@ -170,7 +179,7 @@ class Layer {
   }
 
   Shape s_;
-  std::int64_t S_;
+  std::int64_t S_ = 0, used_ = 0;  // used_: groups that have rows
   CudaStream stream_;
   DeviceBuffer x_, w1_, w2_, weight_, offsets_, h_, h2_, a_, a2_, d_weight_, d_weight2_;
 };
@@ -226,11 +235,13 @@ void measure(const Shape& shape, double dense, bool with_tiles) {
 
 int main_checked(int argc, char** argv) {
   std::string path = "activation.jsonl", filter;
-  bool with_tiles = false;
+  bool with_tiles = false, with_loads = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--tiles") {
       with_tiles = true;
+    } else if (argument == "--loads") {
+      with_loads = true;
     } else if (argument == "--filter" && i + 1 < argc) {
       filter = argv[++i];
     } else {
@@ -242,9 +253,12 @@ int main_checked(int argc, char** argv) {
   Anchor anchor;
   const double dense = anchor.tflops();
   fmt::print("dense 8192^3, cuBLASLt: {:.1f} TFLOP/s\n", dense);
-  for (const Shape& shape : kShapes) {
-    if (filter.empty() || fmt::format("{}x{} H{} F{}", shape.L, shape.rows, shape.H, shape.F).find(filter) != std::string::npos)
-      measure(shape, dense, with_tiles);
+  std::vector<Shape> shapes(std::begin(kShapes), std::end(kShapes));
+  if (with_loads) {
+    for (const char* load : bench::kWorkloads) shapes.push_back({64, 1024, 2048, 768, load});
+  }
+  for (const Shape& shape : shapes) {
+    if (name_of(shape).find(filter) != std::string::npos) measure(shape, dense, with_tiles);
   }
   std::fclose(g_out);
   return g_all_match ? 0 : 1;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchange benchmark: checks every shape end to end (identity experts on integer stamps come back exactly), then times captured steps;
 // prints a table and writes records as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
-//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--tune] [--processes]
+//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--loads] [--tune] [--processes]
+//     --loads       also the loads W0 to W9 of bench/shapes/loads.toml, in one process
 //     --processes   two ranks as processes over NCCL windows (needs 2 GPUs and NCCL) instead of one process
 // With two GPUs: one rank on each, over their link. With one: the steps without a link, and two virtual ranks.
 // Method "captured": a graph of 8 steps over 4 sets of routes and rows on each GPU, replayed 50 times; microseconds a step, the slower GPU's.
@@ -60,7 +61,7 @@ ExchangeGroup make_group(const ExchangeShapeCase& c, const std::vector<int>& dev
 
 // The steps of one shape between two ranks.
 void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const std::string& where, const Targets& want) {
-  const std::string name = fmt::format("T{} H{} K{} E{}{} {}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "", where);
+  const std::string name = fmt::format("T{} H{} K{} E{}{}{} {}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "", c.load.empty() ? "" : " " + c.load, where);
   if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
   ExchangeGroup g = make_group(c, devices);
   const bool ok = g.check();
@@ -213,11 +214,13 @@ int two_processes(const std::string& path, const ExchangeShapeCase& deepseek, co
 
 int main_checked(int argc, char** argv) {
   std::string path = "exchange.jsonl";
-  bool is_tune = false, in_processes = false;
+  bool is_tune = false, in_processes = false, with_loads = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--tune") {
       is_tune = true;
+    } else if (argument == "--loads") {
+      with_loads = true;
     } else if (argument == "--processes") {
       in_processes = true;
     } else if (argument == "--filter" && i + 1 < argc) {
@@ -245,6 +248,9 @@ int main_checked(int argc, char** argv) {
   measure(quantized, devices, where, linked ? Targets{105, 0, 0, 0, 0, 0} : Targets{});
   measure(sparse, devices, where, linked ? Targets{0, 0, 0, 75, 0, 80} : Targets{});
   measure(sparser, devices, where, linked ? Targets{45, 60, 0, 0, 50, 0} : Targets{});
+  for (const char* load : bench::kWorkloads) {
+    if (with_loads) measure({4096, 2048, 8, 128, 0, 1, load}, devices, where, Targets{});
+  }
   if (!linked) {
     measure_local({65536, 512, 5, 32, 0, 0.9}, 105, 110);
     measure_local({8192, 7168, 4, 128}, 587.2 / 4.29 / 0.85, 587.2 / 4.29 / 0.85);

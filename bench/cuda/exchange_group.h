@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "bench/loads.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/graph.h"
 #include "exchange/cuda/device_exchange.h"
@@ -22,6 +23,7 @@ struct ExchangeShapeCase {
   std::int64_t T, H, K, E;
   std::int64_t scale_bytes = 0;  // f8 rows with scales
   double fill = 1;               // share of the K routes that are there (the rest is -1)
+  std::string load = {};         // of bench/shapes/loads.toml (W5: T tokens, all at rank 1; W9: few; else T a rank); empty: uniform
 };
 
 // Where the ranks of this process keep their windows: cuda_local, or the nccl engine with one rank a process.
@@ -97,12 +99,12 @@ class ExchangeGroup {
         rows.push_back({owner.group_->at(rank, owner.rows_window), 0}), z.push_back({owner.group_->at(rank, owner.z_window), 0});
         values.push_back(exchange.slot_weights(handle, i));
         for (int s = 0; s < kSets; ++s) {
-          const std::vector<std::int16_t> ids = owner.random_ids(static_cast<std::uint64_t>(s * 131 + rank));
+          const std::vector<std::int16_t> ids = owner.ids_of(s, rank);
           const std::vector<float> weights(ids.size(), 1.0f / static_cast<float>(c.K));
-          memory.emplace_back(ids.size() * 2, device), memory.back().upload(ids.data(), ids.size() * 2);
+          memory.emplace_back(ids.size() * 2 + 16, device), memory.back().upload(ids.data(), ids.size() * 2);
           const void* d_ids = memory.back().data();
-          memory.emplace_back(ids.size() * 4, device), memory.back().upload(weights.data(), ids.size() * 4);
-          routes[static_cast<std::size_t>(s)].push_back({d_ids, memory.back().as<float>(), c.T});
+          memory.emplace_back(ids.size() * 4 + 16, device), memory.back().upload(weights.data(), ids.size() * 4);
+          routes[static_cast<std::size_t>(s)].push_back({d_ids, memory.back().as<float>(), static_cast<std::int64_t>(ids.size()) / c.K});
           const std::vector<std::uint16_t> stamps = owner.stamps(s, rank);
           memory.emplace_back(stamps.size() * 2, device), memory.back().upload(stamps.data(), stamps.size() * 2);
           x[static_cast<std::size_t>(s)].push_back({memory.back().data(), 0});
@@ -195,7 +197,7 @@ class ExchangeGroup {
         std::vector<std::uint16_t> out(static_cast<std::size_t>(c_.T * c_.H));
         WB_TRY_CUDA(cudaMemcpy(out.data(), p->out[n].data, out.size() * 2, cudaMemcpyDeviceToHost));
         const std::vector<std::uint16_t> x = stamps(0, p->exchange.rank(i));
-        for (std::int64_t t = 0; t < c_.T; ++t) {
+        for (std::int64_t t = 0; t < static_cast<std::int64_t>(p->host_ids[n].size()) / c_.K; ++t) {
           const auto* ids = p->host_ids[n].data() + t * c_.K;
           const auto routes = static_cast<float>(std::count_if(ids, ids + c_.K, [](std::int16_t id) { return id >= 0; }));
           for (std::int64_t h = 0; h < c_.H; ++h) {
@@ -248,25 +250,26 @@ class ExchangeGroup {
   void set_tuning(const ExchangeTuning& t) {
     for (auto& p : parts) p->exchange.tuning() = t;
   }
-  // Rows that one rank sends to others and slots it has, of set 0.
+  // Rows that a rank of this process sends to others, of set 0: the busiest rank's.
   std::int64_t remote_rows() const {
-    std::int64_t rows = 0;
-    const std::int64_t L = c_.E / P_;
-    const int self = parts[0]->exchange.rank(0);
-    for (std::int64_t t = 0; t < c_.T; ++t) {
-      std::vector<bool> hit(static_cast<std::size_t>(P_));
-      for (std::int64_t k = 0; k < c_.K; ++k) {
-        const int id = parts[0]->host_ids[0][static_cast<std::size_t>(t * c_.K + k)];
-        if (id >= 0) hit[static_cast<std::size_t>(id / L)] = true;
-      }
-      for (int p = 0; p < P_; ++p) rows += p != self && hit[static_cast<std::size_t>(p)] ? 1 : 0;
+    std::int64_t busiest = 0;
+    for (const auto& p : parts) {
+      for (int i = 0; i < p->exchange.num_ranks(); ++i) busiest = std::max(busiest, remote_rows(p->exchange.rank(i), p->host_ids[static_cast<std::size_t>(i)]));
     }
-    return rows;
+    return busiest;
   }
-  // Received by rank 0 after a plan and layout.
+  // After a plan and layout: what the rank of this process with the most slots received.
   ReceiveLayout received() {
     run([&](Part& p, int i, cudaStream_t s) { plan(p, i, s), layout(p, s); });
-    return parts[0]->exchange.read(parts[0]->handle, 0, parts[0]->stream).layout;
+    ReceiveLayout fullest;
+    for (auto& p : parts) {
+      const DeviceGuard guard(p->device);
+      for (int i = 0; i < p->exchange.num_ranks(); ++i) {
+        ReceiveLayout layout = p->exchange.read(p->handle, i, p->stream).layout;
+        if (layout.row_offsets.empty() || fullest.row_offsets.empty() || layout.S() > fullest.S()) fullest = std::move(layout);
+      }
+    }
+    return fullest;
   }
   const ExchangeShapeCase& shape() const { return c_; }
 
@@ -274,6 +277,33 @@ class ExchangeGroup {
   std::uint64_t rows_window = 0, z_window = 0, slots_window = 0, x_window = 0, scale_window = 0;
 
  private:
+  std::int64_t remote_rows(int self, const std::vector<std::int16_t>& ids) const {
+    std::int64_t rows = 0;
+    const std::int64_t L = c_.E / P_;
+    for (std::size_t t = 0; t < ids.size(); t += static_cast<std::size_t>(c_.K)) {
+      std::vector<bool> hit(static_cast<std::size_t>(P_));
+      for (std::size_t k = t; k < t + static_cast<std::size_t>(c_.K); ++k) {
+        if (ids[k] >= 0) hit[static_cast<std::size_t>(ids[k] / L)] = true;
+      }
+      for (int p = 0; p < P_; ++p) rows += p != self && hit[static_cast<std::size_t>(p)] ? 1 : 0;
+    }
+    return rows;
+  }
+  std::vector<std::int16_t> ids_of_rows(const std::vector<std::int32_t>& ids, std::int64_t begin, std::int64_t end) const {
+    std::vector<std::int16_t> rows;
+    for (std::int64_t i = begin * c_.K; i < end * c_.K; ++i) rows.push_back(static_cast<std::int16_t>(ids[static_cast<std::size_t>(i)]));
+    return rows;
+  }
+  // [tokens of the rank * K]
+  std::vector<std::int16_t> ids_of(int set, int rank) const {
+    if (c_.load.empty()) return random_ids(static_cast<std::uint64_t>(set * 131 + rank));
+    const WorkloadConfig config = bench::workload_of(c_.load, c_.load == "W5" ? c_.T : P_ * c_.T, c_.K, c_.E, set);
+    const std::vector<std::int64_t> bounds = workload_bounds(config, P_);
+    const std::vector<std::int32_t> all = workload_ids(config);
+    const std::int64_t begin = bounds[static_cast<std::size_t>(rank)], end = bounds[static_cast<std::size_t>(rank) + 1];
+    WB_CHECK(end - begin <= c_.T, "load {}: rank {} has {} tokens, {} at most", c_.load, rank, end - begin, c_.T);
+    return ids_of_rows(all, begin, end);
+  }
   std::vector<std::int16_t> random_ids(std::uint64_t seed) const {
     std::vector<std::int16_t> ids(static_cast<std::size_t>(c_.T * c_.K), -1);
     std::mt19937_64 random(seed);

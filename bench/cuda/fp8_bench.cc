@@ -2,7 +2,7 @@
 // 8-bit grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense E4M3 8192^3 of
 // the same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails.
 //   bench_cuda_fp8 OUT.jsonl [--filter TEXT] [--op TEXT] [--loads] [--sweep]
-//     --loads   also softmax, one expert with 90%, and zipf loads
+//     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and softmax, hot90 and zipf (bench/loads.h)
 //     --sweep   every tile and band instead of the policy's choice, briefly; no records
 // Operands are normal values quantised by the GPU quantisers (1 x 128, 128 x 128, 128 x 1, scales powers of two) before the clock starts.
 // Method "burst": before each of 5 repetitions the device spins 15 ms; then 10 calls between two events; the median. TFLOP/s count valid rows.
@@ -11,13 +11,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "bench/cuda/gemm_burst.h"
 #include "bench/cuda/gemm_dense.h"
+#include "bench/loads.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
@@ -37,25 +36,6 @@ struct Shape {
   const char* load;
   double fwd, dgrad, store, accumulate;  // TFLOP/s wanted; 0: none
 };
-
-std::vector<std::int64_t> counts_of(const Shape& s) {
-  const std::string load = s.load;
-  const std::int64_t total = s.L * s.rows;
-  std::vector<std::int64_t> counts(static_cast<std::size_t>(s.L), s.rows);
-  if (load == "even") return counts;
-  std::mt19937 random(1);
-  std::normal_distribution<double> normal;
-  std::vector<double> share(counts.size());
-  for (std::size_t i = 0; i < share.size(); ++i) {
-    share[i] = load == "softmax" ? std::exp(normal(random))
-                                 : (load == "zipf" ? 1.0 / static_cast<double>(i + 1) : (i == 0 ? 9.0 * static_cast<double>(s.L - 1) : 1.0));
-  }
-  const double sum = std::accumulate(share.begin(), share.end(), 0.0);
-  std::int64_t given = 0;
-  for (std::size_t i = 0; i < share.size(); ++i) given += counts[i] = static_cast<std::int64_t>(share[i] / sum * static_cast<double>(total));
-  for (std::size_t i = 0; given < total; i = (i + 1) % counts.size()) ++counts[i], ++given;
-  return counts;
-}
 
 TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
   TensorView v(buffer.data(), dtype, shape);
@@ -118,9 +98,9 @@ constexpr const char* kOpNames[] = {"fp8_fwd", "fp8_dgrad", "fp8_wgrad bf16", "f
 class Bench {
  public:
   explicit Bench(const Shape& s) : s_(s) {
-    const std::vector<std::int64_t> counts = counts_of(s);
-    std::vector<std::int32_t> offsets(1, 0);
-    for (const std::int64_t c : counts) offsets.push_back(offsets.back() + static_cast<std::int32_t>(c)), used_ += c > 0 ? 1 : 0;
+    const std::vector<std::int64_t> counts = bench::load_counts(s.load, s.L, s.rows);
+    const std::vector<std::int32_t> offsets = bench::load_offsets(s.load, s.L, s.rows);
+    for (const std::int64_t c : counts) used_ += c > 0 ? 1 : 0;
     S_ = offsets.back(), largest_ = *std::max_element(counts.begin(), counts.end());
     offsets_ = upload(offsets);
     a_ = Coded::rows(S_, s.C, offsets_, s.L, 1), dy_ = Coded::rows(S_, s.N, offsets_, s.L, 3), w_ = Coded::tiles(s.L, s.N, s.C, 2);
@@ -259,10 +239,11 @@ std::vector<Shape> shapes(bool with_loads) {
       {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
   };
   if (!with_loads) return all;
-  for (const char* load : {"softmax", "hot90", "zipf"}) {
+  for (const char* load : bench::kShares) {
     all.push_back({32, 9216, 1024, 512, load, 0, 0, 0, 0});
     all.push_back({32, 1024, 4096, 7168, load, 0, 0, 0, 0});
   }
+  for (const char* load : bench::kWorkloads) all.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
   return all;
 }
 

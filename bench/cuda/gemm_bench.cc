@@ -2,7 +2,7 @@
 // Grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense 8192^3 of the
 // same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails: its record says "checked": false.
 //   bench_cuda_gemm OUT.jsonl [--filter TEXT] [--op TEXT] [--loads] [--sweep] [--tile COLUMNS,STAGES,CLUSTER,BUFFERS] [--band B] [--slices S]
-//     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and those of the peers (softmax, one expert with 90%, zipf)
+//     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and softmax, hot90 and zipf (bench/loads.h)
 //     --sweep   every tile and band instead of the policy's choice, briefly; no records
 //     --tile, --band, --slices   in place of the policy's choice
 // Method "burst": before each of 5 repetitions the device spins 15 ms, so that the host queues ahead; then 10 calls between two events; the
@@ -19,12 +19,12 @@
 #include <vector>
 
 #include "bench/cuda/gemm_anchor.h"
+#include "bench/loads.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
 #include "cuda/gemm_reference.h"
 #include "ops/gemm/cuda/grouped_run.h"
-#include "waybill/workload.h"
 
 namespace waybill::cuda {
 namespace {
@@ -37,31 +37,6 @@ struct Shape {
   double fwd, dgrad, store, accumulate;  // TFLOP/s wanted; 0: none
 };
 
-std::vector<std::int64_t> counts_of(const Shape& s) {
-  const std::string load = s.load;
-  const std::int64_t total = s.L * s.rows;
-  std::vector<std::int64_t> counts(static_cast<std::size_t>(s.L), s.rows);
-  if (load == "even") return counts;
-  if (load[0] == 'W') {
-    WorkloadConfig config;
-    config.workload = parse_workload(load), config.E = s.L, config.K = std::min<std::int64_t>(4, s.L);
-    config.T = config.workload == Workload::kFewRows ? few_rows_tokens(config.E, config.K) : total / config.K;
-    return workload_counts(config);
-  }
-  std::mt19937 random(1);
-  std::normal_distribution<double> normal;
-  std::vector<double> share(counts.size());
-  for (std::size_t i = 0; i < share.size(); ++i) {
-    share[i] = load == "softmax" ? std::exp(normal(random))
-                                 : (load == "zipf" ? 1.0 / static_cast<double>(i + 1) : (i == 0 ? 9.0 * static_cast<double>(s.L - 1) : 1.0));
-  }
-  const double sum = std::accumulate(share.begin(), share.end(), 0.0);
-  std::int64_t given = 0;
-  for (std::size_t i = 0; i < share.size(); ++i) given += counts[i] = static_cast<std::int64_t>(share[i] / sum * static_cast<double>(total));
-  for (std::size_t i = 0; given < total; i = (i + 1) % counts.size()) ++counts[i], ++given;
-  return counts;
-}
-
 enum Op : int { kForward = 0, kGather, kDgrad, kStore, kStoreGatherA, kStoreGatherB, kStoreF32, kAccumulate, kNumOps };
 constexpr const char* kOpNames[] = {"gemm_fwd",        "gemm_fwd gather",          "gemm_dgrad",
                                     "gemm_wgrad bf16", "gemm_wgrad bf16 gather a", "gemm_wgrad bf16 gather b",
@@ -70,9 +45,8 @@ constexpr const char* kOpNames[] = {"gemm_fwd",        "gemm_fwd gather",       
 class Bench {
  public:
   explicit Bench(const Shape& s) : s_(s) {
-    const std::vector<std::int64_t> counts = counts_of(s);
-    std::vector<std::int32_t> offsets(counts.size() + 1, 0);
-    for (std::size_t i = 0; i < counts.size(); ++i) offsets[i + 1] = offsets[i] + static_cast<std::int32_t>(counts[i]);
+    const std::vector<std::int64_t> counts = bench::load_counts(s.load, s.L, s.rows);
+    const std::vector<std::int32_t> offsets = bench::load_offsets(s.load, s.L, s.rows);
     S_ = offsets.back();
     largest_ = *std::max_element(counts.begin(), counts.end());
     for (const std::int64_t c : counts) used_ += c > 0 ? 1 : 0;
@@ -227,11 +201,11 @@ std::vector<Shape> shapes(bool with_loads) {
       {256, 320, 2048, 512, "even", 480, 540, 530, 440},  {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
   };
   if (!with_loads) return all;
-  for (const char* load : {"softmax", "hot90", "zipf"}) {
+  for (const char* load : bench::kShares) {
     all.push_back({32, 9216, 1024, 512, load, 650, 680, 715, 620});
     all.push_back({32, 1024, 4096, 7168, load, 740, 750, 700, 560});
   }
-  for (const char* load : {"W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9"}) all.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
+  for (const char* load : bench::kWorkloads) all.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
   return all;
 }
 

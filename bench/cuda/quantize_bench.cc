@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantiser benchmark: bytes read and written a second beside a plain device copy of the same run; prints a table, writes JSON lines.
-//   bench_cuda_quantize OUT.jsonl
+//   bench_cuda_quantize OUT.jsonl [--loads]     --loads: also the loads W0 to W9 of bench/shapes/loads.toml
 // Method "burst": after 15 ms of spinning 20 calls between two events, median of 5, over rotating buffers of 480 MB together, so that nothing is
 // read from the L2. Each result was checked before: codes and scales of 4,096 sampled elements against the CPU's conversions.
 #include <fmt/format.h>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/loads.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
@@ -168,22 +169,29 @@ void measure(const std::string& name, std::int64_t S, std::int64_t C, const std:
 }
 
 int main_checked(int argc, char** argv) {
-  g_out = std::fopen(argc > 1 ? argv[1] : "quantize.jsonl", "w");
-  WB_CHECK(g_out != nullptr, "cannot write {}", argc > 1 ? argv[1] : "quantize.jsonl");
+  std::string path = "quantize.jsonl";
+  bool with_loads = false;
+  for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "--loads") {
+      with_loads = true;
+    } else {
+      path = argv[i];
+    }
+  }
+  g_out = std::fopen(path.c_str(), "w");
+  WB_CHECK(g_out != nullptr, "cannot write {}", path);
   register_quantize();
   const CudaStream stream;
   measure("8192x7168", 8192, 7168, {0, 8192}, stream);
   std::vector<std::int32_t> ragged(1, 0);
   for (int g = 0; g < 64; ++g) ragged.push_back(g == 63 ? 8192 : std::min(8192, ragged.back() + (g % 7 == 3 ? 0 : 61 + g * 37 % 173)));
   measure("8192x7168, 64 ragged groups", 8192, 7168, ragged, stream);
-  measure(
-      "65536x2048, 64 groups", 65536, 2048,
-      [] {
-        std::vector<std::int32_t> even(65);
-        for (int g = 0; g <= 64; ++g) even[static_cast<std::size_t>(g)] = g * 1024;
-        return even;
-      }(),
-      stream);
+  measure("65536x2048, 64 groups", 65536, 2048, bench::load_offsets("even", 64, 1024), stream);
+  for (const char* load : bench::kWorkloads) {
+    if (!with_loads) break;
+    const std::vector<std::int32_t> offsets = bench::load_offsets(load, 64, 128);
+    measure(fmt::format("{}x2048, 64 groups {}", offsets.back(), load), offsets.back(), 2048, offsets, stream);
+  }
   std::fclose(g_out);
   return g_all_match ? 0 : 1;
 }

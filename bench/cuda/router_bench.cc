@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Router benchmark: checks what it times against the CPU references (router_check.h), then times it; prints a table and writes records
 // as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
-//   bench_cuda_router OUT.jsonl [filter [--variants]]     --variants: also without the parts of the policy table that can be switched off
+//   bench_cuda_router OUT.jsonl [filter] [--loads] [--variants]
+//     --loads      also logits whose top K are the routes of W0 to W9 of bench/shapes/loads.toml
+//     --variants   also without the parts of the policy table that can be switched off
 // Floors: bytes of one read of the logits and one write of the outputs over 4.29 TB/s, a fixed figure (docs/perf/router.md says where it
 // comes from). What this card copies is measured beside it: record "device_copy".
 #include <fmt/format.h>
@@ -15,6 +17,7 @@
 #include "bench/cuda/gate_bench.h"
 #include "bench/cuda/router_check.h"
 #include "bench/cuda/timing.h"
+#include "bench/loads.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/status_device.h"
 #include "cuda/device_random.h"
@@ -28,13 +31,14 @@ namespace {
 constexpr double kBytesPerUs = 4.29e6;
 
 struct Case {
-  const char* name;
+  std::string name;
   std::int64_t T, E, K;
   ScoreFunction score;
   bool renormalise;
   std::int64_t G, M;
   bool bias;
-  double target_us;  // 0: none
+  double target_us;       // 0: none
+  std::string load = {};  // of bench/shapes/loads.toml; empty: normal logits
 };
 
 // A case's buffers, several sets so that launches can rotate through more memory than the L2 holds.
@@ -47,6 +51,7 @@ class Bench {
       logits_.emplace_back(logits_bytes()), ids_.emplace_back(routes() * 2), weights_.emplace_back(routes() * 4), d_logits_.emplace_back(elements() * 4);
       d_weights_.emplace_back(routes() * 4), factors_.emplace_back(static_cast<std::size_t>(c.T) * 4);
       fill_normal(logits_.back().data(), dtype, elements(), 100u + static_cast<unsigned>(s), 1.0f, nullptr);
+      if (!c.load.empty()) give_routes(logits_.back(), s);
       fill_normal(d_weights_.back().data(), DType::kF32, routes(), 900u + static_cast<unsigned>(s), 1.0f, nullptr);
     }
     counts_ = DeviceBuffer(static_cast<std::size_t>(c.E) * 4), offsets_ = DeviceBuffer(static_cast<std::size_t>(c.E + 1) * 4), loss_ = DeviceBuffer(24);
@@ -127,7 +132,15 @@ class Bench {
     const auto K = static_cast<std::size_t>(c_.K), E = static_cast<std::size_t>(c_.E);
     const SampleInputs in(*this);
     if (!route_matches(config_, in.inputs, sample_rows<std::int16_t>(ids_[0], c_.T, K), sample_rows<float>(weights_[0], c_.T, K))) return false;
-    return !with_counts || counts_match(c_.E, whole<std::int16_t>(ids_[0], routes()), whole<std::int32_t>(counts_, E), whole<std::int32_t>(offsets_, E + 1));
+    if (!with_counts) return true;
+    const std::vector<std::int32_t> counts = whole<std::int32_t>(counts_, E);
+    if (!c_.load.empty()) {
+      const std::vector<std::int64_t> want = workload_counts(bench::workload_of(c_.load, c_.T, c_.K, c_.E));
+      for (std::size_t e = 0; e < E; ++e) {
+        if (counts[e] != want[e]) return differs("a count of the load", e, counts[e], static_cast<double>(want[e]));
+      }
+    }
+    return counts_match(c_.E, whole<std::int16_t>(ids_[0], routes()), counts, whole<std::int32_t>(offsets_, E + 1));
   }
   // With losses their gradients are scaled until they are as large as the routes' part, so that the bound sees them.
   bool check_backward(bool with_losses, bool with_factors = true) const {
@@ -187,6 +200,14 @@ class Bench {
     std::vector<float> bias;
     RouterInputs inputs;
   };
+  // The load's experts stand far above the others; fp32 logits.
+  void give_routes(const DeviceBuffer& logits, std::int64_t step) const {
+    std::vector<float> host = whole<float>(logits, elements());
+    const std::vector<std::int32_t> ids = workload_ids(bench::workload_of(c_.load, c_.T, c_.K, c_.E, step));
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      host[i / static_cast<std::size_t>(c_.K) * static_cast<std::size_t>(c_.E) + static_cast<std::size_t>(ids[i])] += 10.0f;
+    logits.upload(host.data(), logits.bytes());
+  }
   Case c_;
   DType dtype_;
   int sets_;
@@ -329,7 +350,9 @@ void run(const Case& c, DType dtype, bool backward, double sparse_target, double
     const bool read_checked = bench.check_backward(false, false);
     record("router_bwd", p.name, "cold, logits read", p.time([&](int i) { bench.backward(i, false, 1.0f, false); }), floor, 0, read_checked);
   }
-  if (!big) record("router_bwd", p.name, "warm", p.time([&](int) { bench.backward(0, false); }), floor, is_f32 && !dense && c.E == 256 ? 4.5 : 0, checked);
+  if (!big)
+    record("router_bwd", p.name, "warm", p.time([&](int) { bench.backward(0, false); }), floor, is_f32 && !dense && c.E == 256 && c.load.empty() ? 4.5 : 0,
+           checked);
   if (c.E < 256) return;
   const bool in_forward = bench.sums_in_forward(), losses_checked = bench.check_losses(in_forward), both_checked = bench.check_backward(true);
   const Timing both = p.time([&](int i) { bench.forward(i, true, false, in_forward), bench.losses(i, in_forward); });
@@ -355,12 +378,22 @@ void run_gate(const GateShape& s) {
 }
 
 int main_checked(int argc, char** argv) {
-  g_out = std::fopen(argc > 1 ? argv[1] : "router.jsonl", "w");
-  WB_CHECK(g_out != nullptr, "cannot write {}", argc > 1 ? argv[1] : "router.jsonl");
-  const std::string filter = argc > 2 ? argv[2] : "";
-  g_variants = argc > 3 && std::string(argv[3]) == "--variants";
+  std::string path = "router.jsonl", filter;
+  bool with_loads = false;
+  for (int i = 1, place = 0; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--loads") {
+      with_loads = true;
+    } else if (argument == "--variants") {
+      g_variants = true;
+    } else {
+      (place++ == 0 ? path : filter) = argument;
+    }
+  }
+  g_out = std::fopen(path.c_str(), "w");
+  WB_CHECK(g_out != nullptr, "cannot write {}", path);
   using S = ScoreFunction;
-  const Case cases[] = {
+  std::vector<Case> cases = {
       {"T8192 E2304 K36 softmax", 8192, 2304, 36, S::kSoftmax, false, 1, 1, false, 40},
       {"T8192 E2304 K36 sigmoid", 8192, 2304, 36, S::kSigmoid, true, 1, 1, false, 40},
       {"T8192 E2304 K36 softmax selected", 8192, 2304, 36, S::kSoftmaxSelected, true, 1, 1, false, 0},
@@ -374,12 +407,17 @@ int main_checked(int argc, char** argv) {
       {"T16384 E128 K8 sigmoid", 16384, 128, 8, S::kSigmoid, true, 1, 1, false, 9},
       {"T16384 E128 K8 softmax", 16384, 128, 8, S::kSoftmax, false, 1, 1, false, 9},
   };
+  for (const char* load : bench::kWorkloads) {
+    if (!with_loads) break;
+    const std::int64_t T = bench::workload_of(load, 8192, 8, 256).T;
+    cases.push_back({fmt::format("T{} E256 K8 sigmoid {}", T, load), T, 256, 8, S::kSigmoid, true, 1, 1, false, 0, load});
+  }
   measure_device_copy();
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     for (const Case& c : cases) {
-      if (!filter.empty() && std::string(c.name).find(filter) == std::string::npos) continue;
+      if (c.name.find(filter) == std::string::npos || (dtype != DType::kF32 && !c.load.empty())) continue;
       const bool backward = dtype == DType::kF32 && !c.bias;
-      run(c, dtype, backward, c.E == 2304 ? 28 : (c.E == 256 ? 6 : 0), c.E == 2304 ? 50 : 0);
+      run(c, dtype, backward, c.E == 2304 ? 28 : (c.E == 256 && c.load.empty() ? 6 : 0), c.E == 2304 ? 50 : 0);
     }
   }
   for (const GateShape& s : {GateShape{8192, 7168, 256, DType::kBF16}, GateShape{8192, 2048, 512, DType::kBF16}, GateShape{8192, 512, 2304, DType::kBF16},
