@@ -333,6 +333,7 @@ template <class T>
 const T* DeviceExchange::part(const DeviceHandle& handle, int index, std::uint64_t offset) const {
   return reinterpret_cast<const T*>(handle.memory_.at(static_cast<std::size_t>(index)).as<unsigned char>() + offset);
 }
+const HandleHeader* DeviceExchange::header(const DeviceHandle& handle, int index) const { return part<HandleHeader>(handle, index, 0); }
 const std::int32_t* DeviceExchange::expert_offsets(const DeviceHandle& handle, int index) const {
   return part<std::int32_t>(handle, index, params_.shape.h_expert_offsets);
 }

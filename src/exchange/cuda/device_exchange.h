@@ -139,8 +139,9 @@ class DeviceExchange {
   void unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype, std::span<const DeviceRows> dz,
                           std::span<const DeviceRows> dy, std::span<float* const> d_weights, cudaStream_t stream) const;
 
-  // Pointers into a handle of rank `index` of the launch, for grouped matmuls: offsets [L + 1], counts [L], rows of slots [S_padded],
+  // Pointers into a handle of rank `index` of the launch: its header; for grouped matmuls offsets [L + 1], counts [L], rows of slots [S_padded],
   // weights [S_padded], all on the device.
+  const HandleHeader* header(const DeviceHandle& handle, int index) const;
   const std::int32_t* expert_offsets(const DeviceHandle& handle, int index) const;
   const std::int32_t* expert_counts(const DeviceHandle& handle, int index) const;
   const std::int32_t* slot_rows(const DeviceHandle& handle, int index) const;

@@ -76,6 +76,7 @@ struct DeviceMoeMemory {
 // What a forward leaves for its backward: device memory of fixed size. Movable; must not outlive the layer.
 class DeviceMoeStep {
  public:
+  struct Saved;
   DeviceMoeStep();
   ~DeviceMoeStep();
   DeviceMoeStep(DeviceMoeStep&&) noexcept;
@@ -89,7 +90,6 @@ class DeviceMoeStep {
 
  private:
   friend class DeviceMoeLayer;
-  struct Saved;
   std::unique_ptr<Saved> saved_;
 };
 

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/cuda/device_moe.h"
+
+#include <nvtx3/nvToolsExt.h>
+
+#include "core/cuda/cuda_error.h"
+#include "moe/cuda/device_moe_impl.h"
+
+namespace waybill::cuda {
+
+PinnedReports::PinnedReports(int count) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(DeviceMoeReport);
+  WB_TRY_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&data_), bytes, cudaHostAllocPortable));
+  for (int i = 0; i < count; ++i) data_[i] = DeviceMoeReport{};
+}
+PinnedReports::~PinnedReports() {
+  if (data_ != nullptr) WB_TRY_CUDA_NOEXCEPT(cudaFreeHost(data_));
+}
+
+DeviceMoeStep::DeviceMoeStep() = default;
+DeviceMoeStep::~DeviceMoeStep() = default;
+DeviceMoeStep::DeviceMoeStep(DeviceMoeStep&&) noexcept = default;
+DeviceMoeStep& DeviceMoeStep::operator=(DeviceMoeStep&&) noexcept = default;
+
+const DeviceMoeReport& DeviceMoeStep::report(int index) const { return *saved_->reports.at(index); }
+const DeviceHandle& DeviceMoeStep::handle() const { return saved_->handle; }
+DeviceRoute DeviceMoeStep::route(int index) const { return saved_->routes.at(static_cast<std::size_t>(index)); }
+const std::int32_t* DeviceMoeStep::counts(int index) const { return saved_->at<std::int32_t>(static_cast<std::size_t>(index), saved_->layout.counts); }
+
+DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
+    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch) {
+  check_device_moe(config, P, options);
+  config.router.E = config.E, config.router.K = config.K;
+  L = config.L(P);
+  const ExchangeConfig exchange_config = device_exchange_config(config);
+  const ExchangeWindows exchange_windows = book_exchange_windows(exchange_config, P, book);
+  const auto W = static_cast<std::size_t>(config.row_width());
+  windows.partials = book("moe partials", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
+  windows.gradients = book("moe gradients", row_window_bytes(exchange_config, P, W * 2));
+  for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(exchange_config, P, W * 2)));
+  if (config.recompute > Recompute::kActivation) {
+    shared_rows_window = step_windows[0];
+    step_windows.assign(static_cast<std::size_t>(options.num_steps), shared_rows_window);
+  }
+  exchange =
+      std::make_unique<DeviceExchange>(exchange_config, ExpertPlacement{config.E, P, nullptr, nullptr}, ranks, device, exchange_windows, options.exchange);
+  S = exchange->budget().padded_slots, R = exchange->budget().rows;
+  step_parts = step_layout(config, P), scratch_parts = scratch_layout(config, P);
+  for (int i = 0; i < ranks.count; ++i) scratch.emplace_back(scratch_parts.bytes, device), status.emplace_back(device);
+}
+
+// A range of each phase for profilers; it costs nothing where none listens.
+void DeviceMoeLayer::Impl::mark(Phase phase, cudaStream_t stream) {
+  if (in_range) nvtxRangePop();
+  in_range = phase != Phase::kOther;
+  if (in_range) nvtxRangePushA(to_string(phase));
+  if (options.on_phase) options.on_phase(phase, stream);
+}
+
+DeviceMoeLayer::DeviceMoeLayer(const MoeConfig& config, const LocalRanks& ranks, int device, const BookWindow& book, const DeviceMoeOptions& options)
+    : impl_(std::make_unique<Impl>(config, ranks, device, book, options)) {}
+DeviceMoeLayer::~DeviceMoeLayer() = default;
+
+const MoeConfig& DeviceMoeLayer::config() const { return impl_->config; }
+ReceiveBudget DeviceMoeLayer::budget() const { return impl_->exchange->budget(); }
+DeviceExchange& DeviceMoeLayer::exchange() { return *impl_->exchange; }
+int DeviceMoeLayer::num_ranks() const { return impl_->ranks.count; }
+
+DeviceMoeStep DeviceMoeLayer::make_step() {
+  WB_CHECK(!impl_->step_windows.empty(), "make_step: all of the {} steps that the layer was made for are taken", impl_->options.num_steps);
+  const int device = impl_->where.index;
+  const DeviceGuard guard(device);
+  DeviceMoeStep step;
+  step.saved_ = std::make_unique<DeviceMoeStep::Saved>();
+  DeviceMoeStep::Saved& saved = *step.saved_;
+  saved.handle = impl_->exchange->make_handle();
+  for (std::size_t i = 0; i < impl_->count(); ++i) saved.memory.emplace_back(impl_->step_parts.bytes, device);
+  saved.rows_window = impl_->step_windows.back(), impl_->step_windows.pop_back();
+  saved.reports = PinnedReports(impl_->ranks.count);
+  saved.routes.resize(impl_->count());
+  saved.layout = impl_->step_parts, saved.layer = impl_.get();
+  return step;
+}
+
+void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<const TensorView> x, std::span<const TensorView> out, DeviceMoeStep& step,
+                             const DeviceMoeForward& options, cudaStream_t stream) {
+  WB_CHECK(step.saved_ != nullptr, "forward: the step was not made by make_step()");
+  DeviceMoeStep::Saved& saved = *step.saved_;
+  const Impl::Forward f{parameters, x, out, saved, options, stream};
+  impl_->check_forward(f);
+  const DeviceGuard guard(impl_->where.index);
+  saved.padding_masks.assign(options.padding_masks.begin(), options.padding_masks.end());
+  for (std::size_t i = 0; i < impl_->count(); ++i) {
+    saved.routes[i] = DeviceRoute{saved.at<void>(i, saved.layout.ids), saved.at<float>(i, saved.layout.weights), x[i].shape[0]};
+  }
+  impl_->forward(f);
+}
+
+void DeviceMoeLayer::backward(std::span<const MoeTensors> parameters, std::span<const MoeTensors> gradients, std::span<const TensorView> x,
+                              std::span<const TensorView> d_out, std::span<const TensorView> dx, DeviceMoeStep& step, const DeviceMoeBackward& options,
+                              cudaStream_t stream) {
+  WB_CHECK(step.saved_ != nullptr, "backward: the step was not made by make_step()");
+  const Impl::Backward b{parameters, gradients, x, d_out, dx, *step.saved_, options, stream};
+  impl_->check_backward(b);
+  const DeviceGuard guard(impl_->where.index);
+  impl_->backward(b);
+}
+
+StatusWord DeviceMoeLayer::status(int index, cudaStream_t stream) const {
+  StatusWord word = impl_->exchange->status(index, stream);
+  const DeviceGuard guard(impl_->where.index);
+  word.merge(impl_->status.at(static_cast<std::size_t>(index)).read(stream));
+  return word;
+}
+
+void DeviceMoeLayer::clear_status(cudaStream_t stream) const {
+  impl_->exchange->clear_status(stream);
+  const DeviceGuard guard(impl_->where.index);
+  for (const DeviceStatus& word : impl_->status) word.clear(stream);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/cuda/cuda_error.h"
+#include "moe/cuda/device_moe_impl.h"
+#include "moe/cuda/sum_rows.h"
+#include "waybill/gate.h"
+#include "waybill/grouped_gemm_activation.h"
+
+namespace waybill::cuda {
+
+void DeviceMoeLayer::Impl::backward(const Backward& b) {
+  recompute(b);
+  mark(Phase::kDispatch, b.stream);
+  exchange->dispatch(b.saved.handle, DType::kBF16, device_rows(b.d_out), windows.gradients, /*after_plan=*/false, b.stream);
+  mark(Phase::kExpertGemm, b.stream);
+  second_matmul_gradients(b);
+  first_matmul_gradients(b);
+  mark(Phase::kCombine, b.stream);
+  exchange->unpermute_reduce(b.saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
+                             b.stream);
+  router_gradients(b);
+  input_gradients(b);
+  mark(Phase::kOther, b.stream);
+  b.saved.ready = false;
+}
+
+// What the forward pass did not keep, but for the routes.
+void DeviceMoeLayer::Impl::recompute(const Backward& b) {
+  if (config.recompute == Recompute::kNone) return;
+  if (config.recompute == Recompute::kActivation) {
+    mark(Phase::kActivation, b.stream);
+    for (std::size_t i = 0; i < count(); ++i) {
+      activation_forward(config.activation, h(b.saved, i), slot_weights(b.saved, i).as<float>(), a(b.saved, i), on(b.stream),
+                         offsets(b.saved, i).as<std::int32_t>() + L);
+    }
+    return;
+  }
+  mark(Phase::kGate, b.stream);
+  for (std::size_t i = 0; i < count(); ++i) gate_forward(b.x[i], b.parameters[i].gate, logits(b.saved, i), on(b.stream));
+  mark(Phase::kDispatch, b.stream);
+  exchange->dispatch(b.saved.handle, DType::kBF16, device_rows(b.x), b.saved.rows_window, /*after_plan=*/false, b.stream);
+  mark(Phase::kExpertGemm, b.stream);
+  first_matmul(b.parameters, b.saved, /*keep_h=*/true, b.stream);
+}
+
+// dW2, then the gradient through W2 and the activation: h becomes dh, a is used up.
+void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
+  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(), b.stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    const TensorView dy = gathered ? rows(windows.gradients, i) : y(i), list = gathered ? slot_rows(b.saved, i) : TensorView();
+    // W2 [L, W, F] is [L, C, N] of the product whose rows are dy and whose gradient is a: that operand may be read through a list.
+    GroupedGemmWgradArgs w2;
+    w2.a = dy, w2.a_rows = list, w2.dy = a(b.saved, i), w2.layout = WeightLayout::kLCN;
+    if (!gathered) w2.a = a(b.saved, i), w2.dy = dy, w2.layout = WeightLayout::kLNC;
+    w2.offsets = offsets(b.saved, i), w2.d_weights = b.gradients[i].w2, w2.status = status_word(i);
+    w2.accumulate = b.options.accumulate && w2.d_weights.dtype == DType::kF32;
+    grouped_gemm_wgrad(w2, on(b.stream));
+    GroupedGemmActivationBackwardArgs act;
+    act.product.a = dy, act.product.a_rows = list, act.product.weights = b.parameters[i].w2, act.product.layout = WeightLayout::kLCN;
+    act.product.offsets = offsets(b.saved, i), act.product.y = a(b.saved, i), act.product.status = status_word(i);
+    act.activation = config.activation, act.h = act.dh = h(b.saved, i), act.weight = slot_weights(b.saved, i);
+    act.d_weight = TensorView(scratch_at<float>(i, scratch_parts.d_slot_weight), DType::kF32, {S}, where);
+    grouped_gemm_activation_backward(act, on(b.stream));
+  }
+}
+
+// dW1, then the gradient of the rows in expert order.
+void DeviceMoeLayer::Impl::first_matmul_gradients(const Backward& b) {
+  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), y_rows(), b.stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    GroupedGemmWgradArgs w1;
+    w1.a = gathered ? rows(b.saved.rows_window, i) : y(i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i), w1.d_weights = b.gradients[i].w1;
+    if (gathered) w1.a_rows = slot_rows(b.saved, i);
+    w1.accumulate = b.options.accumulate && w1.d_weights.dtype == DType::kF32, w1.status = status_word(i);
+    grouped_gemm_wgrad(w1, on(b.stream));
+    GroupedGemmDgradArgs d;
+    d.dy = h(b.saved, i), d.weights = b.parameters[i].w1, d.offsets = offsets(b.saved, i), d.da = y(i), d.status = status_word(i);
+    grouped_gemm_dgrad(d, on(b.stream));
+  }
+}
+
+// d_slot_weight -> d_weights -> d_logits.
+void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
+  std::vector<const float*> values;
+  std::vector<float*> d_weights;
+  for (std::size_t i = 0; i < count(); ++i) {
+    values.push_back(scratch_at<float>(i, scratch_parts.d_slot_weight)), d_weights.push_back(scratch_at<float>(i, scratch_parts.d_weights));
+  }
+  exchange->return_slot_values(b.saved.handle, b.saved.routes, values, d_weights, b.stream);
+  mark(Phase::kRouter, b.stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    const std::int64_t T = b.saved.routes[i].T;
+    RouterInputs inputs = router_inputs(b.parameters[i], b.saved, i);
+    inputs.weight_factors = TensorView(b.saved.at<float>(i, step_parts.weight_factors), DType::kF32, {T}, where);
+    router_backward(config.router, RouterLossConfig{}, inputs, route(b.saved, i), d_weights[i], RouterLossInputs{}, b.options.loss_scale,
+                    TensorView(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {T, config.E}, where), on(b.stream));
+  }
+}
+
+// d_gate; dx = the experts' part + the gate's. Both parts lie where the rows' gradients were.
+void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
+  mark(Phase::kGate, b.stream);
+  std::vector<DeviceRows> combined;
+  for (std::size_t i = 0; i < count(); ++i) {
+    const std::int64_t T = b.saved.routes[i].T;
+    const TensorView d_logits(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {T, config.E}, where);
+    gate_backward(b.x[i], b.parameters[i].gate, d_logits, TensorView(scratch_at<float>(i, scratch_parts.d_gate_x), DType::kF32, {T, config.H}, where),
+                  b.gradients[i].gate, b.options.accumulate, on(b.stream));
+    combined.push_back({scratch_at<void>(i, scratch_parts.d_combined), 0});
+  }
+  mark(Phase::kCombine, b.stream);
+  exchange->combine(b.saved.handle, windows.partials, DType::kF32, combined, b.stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    launch_sum_rows({scratch_at<float>(i, scratch_parts.d_combined), scratch_at<float>(i, scratch_parts.d_gate_x), b.dx[i].data, b.saved.routes[i].T * config.H,
+                     b.dx[i].dtype == DType::kBF16},
+                    b.stream);
+    check_launch("moe_sum_rows");
+  }
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the layer takes. Everything is checked before anything is queued.
+#include <algorithm>
+#include <initializer_list>
+
+#include "core/cuda/cuda_error.h"
+#include "exchange/cuda/exchange_shape.h"
+#include "moe/cuda/device_moe_impl.h"
+
+namespace waybill::cuda {
+namespace {
+
+void refuse_if(bool wanted, const char* what) {
+  if (wanted) WB_FAIL(ErrorCode::kUnsupported, "the MoE layer on GPUs does not do {}", what);
+}
+
+using Types = std::initializer_list<DType>;
+constexpr Types kWeight = {DType::kBF16};
+constexpr Types kEither = {DType::kBF16, DType::kF32};
+constexpr Types kSingle = {DType::kF32};
+
+void check_view(const TensorView& view, std::initializer_list<std::int64_t> shape, Types types, Device device, const char* what, const char* name, int rank) {
+  const TensorView expected(nullptr, *types.begin(), shape, device);
+  WB_CHECK(view, "{} {} of rank {} is missing: expected {}", what, name, rank, expected.describe());
+  const bool same = view.rank == expected.rank && std::equal(view.shape.begin(), view.shape.begin() + view.rank, expected.shape.begin()) &&
+                    std::find(types.begin(), types.end(), view.dtype) != types.end() && view.device == device && view.is_contiguous();
+  WB_CHECK(same, "{} {} of rank {}: expected contiguous {}{}, got {}", what, name, rank, expected.describe(), types.size() > 1 ? " or f32" : "",
+           view.describe());
+  WB_CHECK(view.size() == 0 || (view.data != nullptr && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0),
+           "{} {} of rank {} needs memory aligned to 16 bytes, got address {}", what, name, rank, fmt::ptr(view.data));
+}
+
+struct Checker {
+  const MoeConfig& c;
+  std::int64_t L;
+  Device device;
+  void parameters(const MoeTensors& t, int rank) const {
+    check_view(t.gate, {c.E, c.H}, kWeight, device, "parameter", "gate", rank);
+    if (t.router_bias) check_view(t.router_bias, {c.E}, kSingle, device, "parameter", "router_bias", rank);
+    check_view(t.w1, {L, c.inner_width(), c.row_width()}, kWeight, device, "parameter", "w1", rank);
+    check_view(t.w2, {L, c.row_width(), c.F}, kWeight, device, "parameter", "w2", rank);
+  }
+  void gradients(const MoeTensors& t, int rank) const {
+    check_view(t.gate, {c.E, c.H}, kSingle, device, "gradient", "gate", rank);
+    check_view(t.w1, {L, c.inner_width(), c.row_width()}, kEither, device, "gradient", "w1", rank);
+    check_view(t.w2, {L, c.row_width(), c.F}, kEither, device, "gradient", "w2", rank);
+  }
+  void rows(const TensorView& view, std::int64_t T, Types types, const char* name, int rank) const {
+    check_view(view, {T, c.H}, types, device, "tensor", name, rank);
+  }
+};
+
+}  // namespace
+
+void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& given) {
+  validate(config, P);
+  check_device_config(device_exchange_config(config), P);
+  refuse_if(config.recipe.kind != Recipe::kBF16, "recipes other than bf16");
+  refuse_if(config.expert_bias, "biases of experts");
+  refuse_if(config.expert_tensor_parallel > 1, "expert tensor parallelism");
+  refuse_if(config.force_dense_map || config.pad_to_capacity, "the dense-map path");
+  refuse_if(config.capacity_factor > 0, "the capacity mode");
+  refuse_if(config.latent > 0, "a latent width");
+  refuse_if(config.shared_F > 0, "shared experts");
+  refuse_if(config.aux_coefficient != 0 || config.sequence_coefficient != 0 || config.global_coefficient != 0 || config.z_coefficient != 0, "auxiliary losses");
+  WB_CHECK(config.H % 8 == 0 && config.F % 8 == 0, "the MoE layer on GPUs takes H and F in multiples of 8, got H = {}, F = {}", config.H, config.F);
+  WB_CHECK(given.num_steps >= 1, "a layer needs at least one step, got num_steps = {}", given.num_steps);
+}
+
+void DeviceMoeLayer::Impl::check_forward(const Forward& f) const {
+  const auto n = count();
+  WB_CHECK(f.parameters.size() == n && f.x.size() == n && f.out.size() == n, "forward: {} ranks of this launch, got {} parameters, {} x, {} out", n,
+           f.parameters.size(), f.x.size(), f.out.size());
+  const auto optional = [&](std::span<const TensorView> tensors, const char* name) {
+    WB_CHECK(tensors.empty() || tensors.size() == n, "forward: {} ranks of this launch, got {} {}", n, tensors.size(), name);
+  };
+  optional(f.options.padding_masks, "padding masks"), optional(f.options.replay_ids, "replayed ids");
+  WB_CHECK(f.saved.layer == this, "forward: the step was made by another layer");
+  const Checker check{config, L, where};
+  for (std::size_t i = 0; i < n; ++i) {
+    const int rank = ranks.rank[i];
+    check.parameters(f.parameters[i], rank);
+    const std::int64_t T = f.x[i].rank == 2 ? f.x[i].shape[0] : -1;
+    WB_CHECK(T >= 0 && T <= config.T_max, "x of rank {} must be [T, H] with T in [0, T_max = {}], got {}", rank, config.T_max, f.x[i].describe());
+    check.rows(f.x[i], T, kWeight, "x", rank);
+    check.rows(f.out[i], T, kEither, "out", rank);
+    WB_CHECK(f.out[i].dtype == f.out[0].dtype, "out must have one type on all ranks of the launch, got {} and {}", to_string(f.out[0].dtype),
+             to_string(f.out[i].dtype));
+  }
+}
+
+void DeviceMoeLayer::Impl::check_backward(const Backward& b) const {
+  const auto n = count();
+  WB_CHECK(b.parameters.size() == n && b.gradients.size() == n && b.x.size() == n && b.d_out.size() == n && b.dx.size() == n,
+           "backward: {} ranks of this launch, got {} parameters, {} gradients, {} x, {} d_out, {} dx", n, b.parameters.size(), b.gradients.size(), b.x.size(),
+           b.d_out.size(), b.dx.size());
+  WB_CHECK(b.saved.layer == this && b.saved.ready, "backward needs a step that a training forward filled and no backward has used yet");
+  const Checker check{config, L, where};
+  for (std::size_t i = 0; i < n; ++i) {
+    const int rank = ranks.rank[i];
+    const std::int64_t T = b.saved.routes[i].T;
+    check.parameters(b.parameters[i], rank), check.gradients(b.gradients[i], rank);
+    check.rows(b.x[i], T, kWeight, "x", rank), check.rows(b.d_out[i], T, kWeight, "d_out", rank), check.rows(b.dx[i], T, kEither, "dx", rank);
+  }
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/cuda/cuda_error.h"
+#include "moe/cuda/device_moe_impl.h"
+#include "moe/cuda/step_report.h"
+#include "waybill/gate.h"
+#include "waybill/grouped_gemm_activation.h"
+
+namespace waybill::cuda {
+
+void DeviceMoeLayer::Impl::forward(const Forward& f) {
+  choose(f);
+  mark(Phase::kPlan, f.stream);
+  exchange->plan(f.saved.handle, f.saved.routes, f.stream);
+  exchange->layout(f.saved.handle, f.stream);
+  mark(Phase::kDispatch, f.stream);
+  send(f);
+  mark(Phase::kExpertGemm, f.stream);
+  first_matmul(f.parameters, f.saved, f.options.training && config.recompute <= Recompute::kActivation, f.stream);
+  second_matmul(f);
+  mark(Phase::kCombine, f.stream);
+  gather_results(f);
+  report(f);
+  mark(Phase::kOther, f.stream);
+  f.saved.ready = f.options.training;
+}
+
+void DeviceMoeLayer::Impl::choose(const Forward& f) {
+  mark(Phase::kGate, f.stream);
+  for (std::size_t i = 0; i < count(); ++i) gate_forward(f.x[i], f.parameters[i].gate, logits(f.saved, i), on(f.stream));
+  mark(Phase::kRouter, f.stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    RouterInputs inputs = router_inputs(f.parameters[i], f.saved, i);
+    inputs.token_offset = f.options.token_offset;
+    for (std::size_t before = 0; before < i; ++before) inputs.token_offset += f.saved.routes[before].T;
+    if (!f.options.replay_ids.empty()) inputs.replay_ids = f.options.replay_ids[i];
+    RouterOutputs outputs;
+    outputs.route = route(f.saved, i), outputs.status = f.options.training ? status_word(i) : nullptr;
+    outputs.weight_factors = f.saved.at<float>(i, step_parts.weight_factors);
+    router_forward(config.router, inputs, outputs, on(f.stream));
+  }
+}
+
+void DeviceMoeLayer::Impl::send(const Forward& f) {
+  exchange->dispatch(f.saved.handle, DType::kBF16, device_rows(f.x), f.saved.rows_window, /*after_plan=*/true, f.stream);
+}
+
+// h (where wanted) and a of every rank.
+void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream) {
+  const bool permuted = options.policy.forward == DeviceMoePolicy::Rows::kPermute;
+  if (permuted) exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(), stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    GroupedGemmActivationArgs args;
+    args.product.a = permuted ? y(i) : rows(saved.rows_window, i);
+    if (!permuted) args.product.a_rows = slot_rows(saved, i);
+    args.product.weights = parameters[i].w1, args.product.offsets = offsets(saved, i), args.product.status = status_word(i);
+    if (keep_h) args.product.y = h(saved, i);
+    args.activation = config.activation, args.out = a(saved, i), args.weight = slot_weights(saved, i);
+    grouped_gemm_activation(args, on(stream));
+  }
+}
+
+void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
+  for (std::size_t i = 0; i < count(); ++i) {
+    GroupedGemmArgs args;
+    args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(i), args.status = status_word(i);
+    grouped_gemm(args, on(f.stream));
+  }
+}
+
+// The weights are in `a` already.
+void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
+  exchange->unpermute_reduce(f.saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
+                             f.stream);
+  exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream);
+}
+
+void DeviceMoeLayer::Impl::report(const Forward& f) {
+  for (std::size_t i = 0; i < count(); ++i) {
+    const int index = static_cast<int>(i);
+    launch_step_report({exchange->header(f.saved.handle, index), exchange->expert_counts(f.saved.handle, index), static_cast<std::int32_t>(L), 0, nullptr,
+                        f.saved.reports.at(index)},
+                       f.stream);
+    check_launch("moe_step_report");
+  }
+}
+
+}  // namespace waybill::cuda

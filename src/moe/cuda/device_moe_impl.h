@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// The layer's state and its steps. forward() and backward() in device_moe_forward.cc and device_moe_backward.cc are the table of contents.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "core/cuda/status_device.h"
+#include "moe/cuda/device_moe.h"
+#include "moe/cuda/device_moe_layout.h"
+
+namespace waybill::cuda {
+
+// Page-locked host memory that kernels write to.
+class PinnedReports {
+ public:
+  PinnedReports() = default;
+  explicit PinnedReports(int count);
+  ~PinnedReports();
+  PinnedReports(PinnedReports&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
+  PinnedReports& operator=(PinnedReports&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  DeviceMoeReport* at(int index) const { return data_ + index; }
+
+ private:
+  DeviceMoeReport* data_ = nullptr;
+};
+
+struct DeviceMoeStep::Saved {
+  DeviceHandle handle;
+  std::vector<DeviceBuffer> memory;  // [ranks of the launch], by DeviceMoeStepLayout
+  std::uint64_t rows_window = 0;
+  PinnedReports reports;
+  std::vector<DeviceRoute> routes;  // [ranks of the launch]
+  std::vector<TensorView> padding_masks;
+  DeviceMoeStepLayout layout{};
+  const void* layer = nullptr;
+  bool ready = false;  // a training forward filled it and no backward has used it
+
+  template <class T>
+  T* at(std::size_t index, std::uint64_t offset) const {
+    return reinterpret_cast<T*>(memory[index].as<unsigned char>() + offset);
+  }
+};
+
+struct DeviceMoeLayer::Impl {
+  Impl(const MoeConfig& config, const LocalRanks& ranks, int device, const BookWindow& book, const DeviceMoeOptions& options);
+
+  // One call's inputs, handed from step to step.
+  struct Forward {
+    std::span<const MoeTensors> parameters;
+    std::span<const TensorView> x, out;
+    DeviceMoeStep::Saved& saved;
+    const DeviceMoeForward& options;
+    cudaStream_t stream;
+  };
+  struct Backward {
+    std::span<const MoeTensors> parameters, gradients;
+    std::span<const TensorView> x, d_out, dx;
+    DeviceMoeStep::Saved& saved;
+    const DeviceMoeBackward& options;
+    cudaStream_t stream;
+  };
+  using Saved = DeviceMoeStep::Saved;
+
+  std::size_t count() const { return static_cast<std::size_t>(exchange->num_ranks()); }
+  void mark(Phase phase, cudaStream_t stream);
+
+  // device_moe_checks.cc
+  void check_forward(const Forward& f) const;
+  void check_backward(const Backward& b) const;
+
+  // device_moe_views.cc: tensors of rank i of the launch
+  Stream on(cudaStream_t stream) const { return Stream{where, stream, nullptr}; }
+  TensorView logits(const Saved& saved, std::size_t i) const;
+  TensorView h(const Saved& saved, std::size_t i) const;
+  TensorView a(const Saved& saved, std::size_t i) const;
+  TensorView y(std::size_t i) const;
+  TensorView rows(std::uint64_t window, std::size_t i) const;  // bf16 [R, W] of a row window
+  TensorView offsets(const Saved& saved, std::size_t i) const;
+  TensorView slot_rows(const Saved& saved, std::size_t i) const;
+  TensorView slot_weights(const Saved& saved, std::size_t i) const;
+  template <class T>
+  T* scratch_at(std::size_t i, std::uint64_t offset) const {
+    return reinterpret_cast<T*>(scratch[i].as<unsigned char>() + offset);
+  }
+  RouteView route(const Saved& saved, std::size_t i) const;
+  RouterInputs router_inputs(const MoeTensors& parameters, const Saved& saved, std::size_t i) const;
+  std::vector<DeviceRows> device_rows(std::span<const TensorView> tensors) const;
+  std::vector<DeviceRows> y_rows() const;
+  std::vector<DeviceRows> window_rows(std::uint64_t window) const;
+  StatusWord* status_word(std::size_t i) const { return status[i].device_ptr(); }
+
+  // device_moe_forward.cc
+  void forward(const Forward& f);
+  void choose(const Forward& f);
+  void send(const Forward& f);
+  void first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream);
+  void second_matmul(const Forward& f);
+  void gather_results(const Forward& f);
+  void report(const Forward& f);
+
+  // device_moe_backward.cc
+  void backward(const Backward& b);
+  void recompute(const Backward& b);
+  void second_matmul_gradients(const Backward& b);
+  void first_matmul_gradients(const Backward& b);
+  void router_gradients(const Backward& b);
+  void input_gradients(const Backward& b);
+
+  MoeConfig config;
+  DeviceMoeOptions options;
+  Device where;
+  int P;
+  std::int64_t L, S, R;  // local experts; slots and rows of the budgets
+  std::unique_ptr<DeviceExchange> exchange;
+  DeviceMoeWindows windows;
+  std::vector<std::uint64_t> step_windows;  // rows windows not yet given to a step
+  std::uint64_t shared_rows_window = 0;     // where steps do not keep rows
+  DeviceMoeStepLayout step_parts{};
+  DeviceMoeScratchLayout scratch_parts{};
+  std::vector<DeviceBuffer> scratch;  // [ranks of the launch]
+  std::vector<DeviceStatus> status;   // of the router and the matmuls; the exchange has its own
+  LocalRanks ranks{};
+  bool in_range = false;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/cuda/device_moe_layout.h"
+
+#include <algorithm>
+
+#include "exchange/cuda/exchange_shape.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+
+std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Hands out consecutive parts of a memory whose size is not known yet.
+struct Carver {
+  std::size_t used = 0;
+  std::uint64_t take(std::int64_t elements, std::size_t element_bytes) {
+    const std::uint64_t offset = used;
+    used += aligned(static_cast<std::size_t>(elements) * element_bytes);
+    return offset;
+  }
+  std::uint64_t take_if(bool wanted, std::int64_t elements, std::size_t element_bytes) { return wanted ? take(elements, element_bytes) : kNoPart; }
+};
+
+}  // namespace
+
+ExchangeConfig device_exchange_config(const MoeConfig& c) {
+  ExchangeConfig exchange;
+  exchange.H = c.row_width(), exchange.E = c.E, exchange.K = c.K, exchange.T_max = c.T_max;
+  exchange.mode = ExchangeMode::kCaptured;  // fixed budgets in both modes; what differs is their default
+  exchange.receive_factor = c.receive_factor == 0 && c.mode == ExchangeMode::kCaptured ? 1.5 : c.receive_factor;
+  exchange.combine_wire = c.combine_wire, exchange.hierarchy = c.hierarchy, exchange.alignment = c.alignment, exchange.debug_checks = c.debug_checks;
+  return exchange;
+}
+
+DeviceMoeStepLayout step_layout(const MoeConfig& c, int P) {
+  const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max;
+  Carver carver;
+  DeviceMoeStepLayout s{};
+  s.ids = carver.take(T * c.K, size_bytes(route_id_dtype(c.E)));
+  s.weights = carver.take(T * c.K, 4), s.counts = carver.take(c.E, 4), s.weight_factors = carver.take(T, 4);
+  s.logits = carver.take_if(c.recompute <= Recompute::kActivation, T * c.E, 4);
+  s.h = carver.take_if(c.recompute <= Recompute::kActivation, S * c.inner_width(), 2);
+  s.a = carver.take_if(c.recompute <= Recompute::kNone, S * c.F, 2);
+  s.bytes = carver.used;
+  return s;
+}
+
+DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P) {
+  const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max, W = c.row_width();
+  Carver carver;
+  DeviceMoeScratchLayout s{};
+  s.logits = carver.take_if(c.recompute > Recompute::kActivation, T * c.E, 4);
+  s.h = carver.take_if(c.recompute > Recompute::kActivation, S * c.inner_width(), 2);
+  s.a = carver.take_if(c.recompute > Recompute::kNone, S * c.F, 2);
+  const std::size_t half = aligned(static_cast<std::size_t>(T * std::max(W, c.H)) * 4);
+  s.y = carver.take(static_cast<std::int64_t>(std::max(static_cast<std::size_t>(S * W) * 2, 2 * half)), 1);
+  s.d_combined = s.y, s.d_gate_x = s.y + half;
+  s.d_slot_weight = carver.take(S, 4);
+  s.d_weights = carver.take(T * c.K, 4), s.d_logits = carver.take(T * c.E, 4);
+  s.bytes = carver.used;
+  return s;
+}
+
+int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) { return config.recompute <= Recompute::kActivation ? options.num_steps : 1; }
+
+std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
+  check_device_moe(config, P, options);
+  const ExchangeConfig exchange = device_exchange_config(config);
+  const auto W = static_cast<std::size_t>(config.row_width());
+  const std::size_t rows = aligned(row_window_bytes(exchange, P, 2 * W)),
+                    partials = aligned(row_window_bytes(exchange, P, W * size_bytes(partials_dtype(config, P))));
+  constexpr std::size_t kControl = 128 * 1024;  // what a group keeps at the start of its arenas
+  return exchange_window_bytes(exchange, P) + partials + rows * static_cast<std::size_t>(1 + num_row_windows(config, options)) + kControl;
+}
+
+DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
+  DeviceMoeMemory memory;
+  memory.windows = arena_bytes(config, P, options);
+  memory.scratch = scratch_layout(config, P).bytes;
+  ExchangeShape shape = make_shape(device_exchange_config(config), P);
+  memory.step = step_layout(config, P).bytes + lay_out_handle(shape);
+  return memory;
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The layer's memory as tensors.
+#include "moe/cuda/device_moe_impl.h"
+
+namespace waybill::cuda {
+
+TensorView DeviceMoeLayer::Impl::logits(const Saved& saved, std::size_t i) const {
+  void* data = step_parts.logits != kNoPart ? saved.at<void>(i, step_parts.logits) : scratch_at<void>(i, scratch_parts.logits);
+  return TensorView(data, DType::kF32, {saved.routes[i].T, config.E}, where);
+}
+TensorView DeviceMoeLayer::Impl::h(const Saved& saved, std::size_t i) const {
+  void* data = step_parts.h != kNoPart ? saved.at<void>(i, step_parts.h) : scratch_at<void>(i, scratch_parts.h);
+  return TensorView(data, DType::kBF16, {S, config.inner_width()}, where);
+}
+TensorView DeviceMoeLayer::Impl::a(const Saved& saved, std::size_t i) const {
+  void* data = step_parts.a != kNoPart ? saved.at<void>(i, step_parts.a) : scratch_at<void>(i, scratch_parts.a);
+  return TensorView(data, DType::kBF16, {S, config.F}, where);
+}
+TensorView DeviceMoeLayer::Impl::y(std::size_t i) const {
+  return TensorView(scratch_at<void>(i, scratch_parts.y), DType::kBF16, {S, config.row_width()}, where);
+}
+
+TensorView DeviceMoeLayer::Impl::rows(std::uint64_t window, std::size_t i) const {
+  return TensorView(ranks.table.base[ranks.rank[i]] + window, DType::kBF16, {R, config.row_width()}, where);
+}
+
+TensorView DeviceMoeLayer::Impl::offsets(const Saved& saved, std::size_t i) const {
+  return TensorView(const_cast<std::int32_t*>(exchange->expert_offsets(saved.handle, static_cast<int>(i))), DType::kI32, {L + 1}, where);
+}
+TensorView DeviceMoeLayer::Impl::slot_rows(const Saved& saved, std::size_t i) const {
+  return TensorView(const_cast<std::int32_t*>(exchange->slot_rows(saved.handle, static_cast<int>(i))), DType::kI32, {S}, where);
+}
+TensorView DeviceMoeLayer::Impl::slot_weights(const Saved& saved, std::size_t i) const {
+  return TensorView(const_cast<float*>(exchange->slot_weights(saved.handle, static_cast<int>(i))), DType::kF32, {S}, where);
+}
+
+RouteView DeviceMoeLayer::Impl::route(const Saved& saved, std::size_t i) const {
+  RouteView view;
+  view.T = saved.routes[i].T, view.K = config.K, view.E = config.E, view.id_dtype = route_id_dtype(config.E), view.device = where;
+  view.ids = saved.at<void>(i, step_parts.ids), view.weights = saved.at<float>(i, step_parts.weights),
+  view.counts = saved.at<std::int32_t>(i, step_parts.counts);
+  return view;
+}
+
+RouterInputs DeviceMoeLayer::Impl::router_inputs(const MoeTensors& parameters, const Saved& saved, std::size_t i) const {
+  RouterInputs inputs;
+  inputs.logits = logits(saved, i);
+  inputs.expert_bias = parameters.router_bias;
+  if (!saved.padding_masks.empty()) inputs.padding_mask = saved.padding_masks[i];
+  return inputs;
+}
+
+std::vector<DeviceRows> DeviceMoeLayer::Impl::device_rows(std::span<const TensorView> tensors) const {
+  std::vector<DeviceRows> all;
+  for (const TensorView& t : tensors) all.push_back({t.data, 0});
+  return all;
+}
+std::vector<DeviceRows> DeviceMoeLayer::Impl::y_rows() const {
+  std::vector<DeviceRows> all;
+  for (std::size_t i = 0; i < count(); ++i) all.push_back({y(i).data, 0});
+  return all;
+}
+std::vector<DeviceRows> DeviceMoeLayer::Impl::window_rows(std::uint64_t window) const {
+  std::vector<DeviceRows> all;
+  for (std::size_t i = 0; i < count(); ++i) all.push_back({rows(window, i).data, 0});
+  return all;
+}
+
+}  // namespace waybill::cuda

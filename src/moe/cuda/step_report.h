@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small kernels of the layer, one a file.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "exchange/cuda/exchange_params.h"
+#include "moe/cuda/device_moe.h"
+
+namespace waybill::cuda {
+
+struct StepReportArgs {
+  const HandleHeader* header;
+  const std::int32_t* expert_counts;  // [L]
+  std::int32_t L;
+  std::int32_t unused;
+  const double* losses;     // [4] aux, sequence, global, z; or null
+  DeviceMoeReport* report;  // page-locked host memory
+};
+void launch_step_report(const StepReportArgs& args, cudaStream_t stream);
+
+}  // namespace waybill::cuda
