@@ -28,6 +28,7 @@ loads="src/route/route.cc src/balance/workload.cc"  # bench/loads.h
 gemm="$loads $(ls src/ops/activation/*.cc src/ops/activation/cuda/*.cc src/ops/activation/cuda/*.cu src/ops/gemm/*.cc src/ops/gemm/cuda/*.cc src/ops/gemm/cuda/*.cu | grep -v "quantized\|fp8_\|part_offsets") tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 fp8="$(ls src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) src/ops/gemm/cuda/grouped_launch.cc tests/cuda/fp8_reference.cc tests/cuda/fp8_reference.cu tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
+layer=$(printf '%s\n' $exchange $router $gemm src/core/phase.cc src/balance/balance.cc src/moe/*.cc src/moe/cuda/*.cc src/moe/cuda/*.cu src/ops/gemm/*.cc src/ops/quantize/*.cc | grep -v tests/ | sort -u)
 declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/router_sums_test.cc tests/cuda/gate_test.cc
     src/capi/guard.cc src/capi/convert.cc src/capi/router_capi.cc tests/cuda/capi_test.cc tests/cuda/main.cc"
@@ -41,6 +42,8 @@ declare -A sources=(
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router src/balance/workload.cc bench/cuda/router_bench.cc"
+  [test_cuda_moe]="$core $layer tests/cuda/moe_test.cc tests/cuda/main.cc"
+  [bench_cuda_moe_phases]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/moe_phases.cc"
   [test_cuda_nccl]="$core $exchange $nccl tests/cuda/nccl_test.cc tests/cuda/nccl_main.cc"
   [bench_cuda_exchange]="$core $exchange $nccl src/balance/workload.cc bench/cuda/exchange_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"

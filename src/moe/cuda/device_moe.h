@@ -56,7 +56,7 @@ struct DeviceMoeReport {
 struct DeviceMoeForward {
   bool training = true;                        // false: no losses, nothing is kept for backward
   std::span<const TensorView> padding_masks;   // u8 [T] a rank, 1 = padding; or empty
-  std::span<const TensorView> replay_ids;      // [T, K] of route_id_dtype(E) a rank; or empty
+  std::span<const TensorView> replay_ids;      // i16 or i32 [T, K] a rank; or empty
   std::int64_t token_offset = 0;               // of row 0 of rank 0; forced balance only
   double loss_tokens = 0, loss_sequences = 0;  // of the global batch; 0 = this call's, all ranks (then no padding mask may be given)
 };

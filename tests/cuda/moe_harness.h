@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the MoE layer of a group of ranks on one or more GPUs over a batch that is split by tokens, and collects what tests/moe/harness.h collects of
+// the layer on the CPU.
+#pragma once
+
+#include <thread>
+
+#include "core/cuda/graph.h"
+#include "cuda/router_harness.h"
+#include "fabric/cuda_local/local_ranks.h"
+#include "moe/cuda/device_moe.h"
+#include "moe/harness.h"
+#include "ops/activation/cuda/activation_cuda.h"
+#include "ops/gemm/cuda/gemm_cuda.h"
+
+namespace waybill::cuda {
+
+namespace mt = waybill::test;
+
+struct MoeGpuOptions {
+  std::vector<int> devices{0};
+  DType out_dtype = DType::kF32, gradient_dtype = DType::kF32;
+  bool accumulate = false;
+  DeviceMoeOptions layer{};
+  std::chrono::milliseconds timeout{5000};
+};
+
+inline void register_moe_kernels() { register_router(), register_gemm(), register_activation(); }
+
+inline void round_to_bf16(std::vector<float>& values) {
+  for (float& v : values) v = static_cast<float>(bf16(v));
+}
+
+// Of order 1 after every matmul, and exact in bf16.
+inline mt::Weights<float> bf16_weights(const MoeConfig& c, std::uint64_t seed, bool router_bias = false) {
+  mt::Weights<float> w = mt::random_weights(c, seed, router_bias);
+  const auto scale = [](std::vector<float>& v, std::int64_t width) {
+    for (float& x : v) x *= 3.0f / std::sqrt(static_cast<float>(width));
+    round_to_bf16(v);
+  };
+  scale(w.gate, c.H), scale(w.w1, c.row_width()), scale(w.w2, c.F);
+  scale(w.shared_w1, c.H), scale(w.shared_w2, std::max<std::int64_t>(c.shared_F, 1)), scale(w.latent_down, c.H),
+      scale(w.latent_up, std::max<std::int64_t>(c.latent, 1));
+  return w;
+}
+inline mt::Batch bf16_batch(const MoeConfig& c, const std::vector<std::int64_t>& tokens, std::uint64_t seed) {
+  mt::Batch batch = mt::random_batch(c, tokens, seed);
+  round_to_bf16(batch.x), round_to_bf16(batch.d_out);
+  return batch;
+}
+
+inline MoeConfig gpu_config(std::int64_t E, std::int64_t K, std::int64_t T_max, std::int64_t H = 64, std::int64_t F = 48) {
+  MoeConfig c;
+  c.H = H, c.F = F, c.E = E, c.K = K, c.T_max = T_max;
+  c.recipe.kind = Recipe::kBF16;
+  c.combine_wire = CombineWire::kBF16;
+  return c;
+}
+
+// A tensor on a GPU that is filled from and read as floats.
+struct DeviceTensor {
+  DeviceBuffer memory;
+  TensorView view;
+  DeviceTensor() = default;
+  DeviceTensor(DType dtype, std::initializer_list<std::int64_t> shape, int device) {
+    view = TensorView(nullptr, dtype, shape, Device{DeviceType::kCuda, device});
+    memory = DeviceBuffer(static_cast<std::size_t>(view.size()) * size_bytes(dtype) + 16, device);
+    view.data = memory.data();
+  }
+  void set(const std::vector<float>& values) const {
+    std::vector<bf16> rounded(values.begin(), values.end());
+    const void* from = view.dtype == DType::kF32 ? static_cast<const void*>(values.data()) : static_cast<const void*>(rounded.data());
+    WB_TRY_CUDA(cudaMemcpy(view.data, from, values.size() * size_bytes(view.dtype), cudaMemcpyHostToDevice));
+  }
+  std::vector<float> get() const { return get(view.shape[0]); }
+  std::vector<float> get(std::int64_t rows) const {
+    const auto n = static_cast<std::size_t>(view.shape[0] > 0 ? view.size() / view.shape[0] * rows : 0);
+    std::vector<float> values(n);
+    if (view.dtype == DType::kF32) {
+      WB_TRY_CUDA(cudaMemcpy(values.data(), view.data, n * 4, cudaMemcpyDeviceToHost));
+      return values;
+    }
+    std::vector<bf16> raw(n);
+    WB_TRY_CUDA(cudaMemcpy(raw.data(), view.data, n * 2, cudaMemcpyDeviceToHost));
+    return std::vector<float>(raw.begin(), raw.end());
+  }
+  TensorView rows(std::int64_t count) const {
+    TensorView part = view;
+    part.shape[0] = count;
+    return part;
+  }
+};
+
+class GpuMoe {
+ public:
+  GpuMoe(const MoeConfig& config, int P, const mt::Weights<float>& weights, const MoeGpuOptions& options)
+      : c_(config), P_(P), options_(options), whole_(weights) {
+    register_moe_kernels();
+    group_ = std::make_unique<CudaLocalGroup>(P, options.devices, DeviceMoeLayer::arena_bytes(config, P, options.layer), options.timeout);
+    std::vector<std::uint64_t> booked;
+    for (std::size_t d = 0; d < options.devices.size(); ++d) {
+      std::size_t next = 0;  // the ranks of one process share the offsets: book once
+      const auto book = [&](const std::string& name, std::size_t bytes) {
+        if (next == booked.size()) booked.push_back(group_->window(name, bytes));
+        return booked[next++];
+      };
+      parts_.push_back(std::make_unique<Part>(config, local_ranks(*group_, options.devices[d]), options.devices[d], book, options.layer));
+      allocate(*parts_.back(), weights);
+    }
+  }
+
+  void upload(const mt::Batch& batch) {
+    batch_ = batch;
+    for (auto& part : parts_) {
+      const DeviceGuard guard(part->device);
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) upload(*part, i);
+    }
+  }
+  void zero_gradients() {
+    for (auto& part : parts_) {
+      for (Rank& m : part->ranks) {
+        for (DeviceTensor* g : m.gradient_tensors()) WB_TRY_CUDA(cudaMemset(g->view.data, 0, g->memory.bytes()));
+      }
+    }
+  }
+
+  void forward(std::size_t index, cudaStream_t stream, bool training = true) {
+    Part& p = *parts_[index];
+    DeviceMoeForward options;
+    options.training = training;
+    options.padding_masks = p.masks, options.replay_ids = p.replays;
+    options.token_offset = p.first;
+    p.layer.forward(p.parameters, p.x, p.out, p.step, options, stream);
+  }
+  void backward(std::size_t index, cudaStream_t stream) {
+    Part& p = *parts_[index];
+    p.layer.backward(p.parameters, p.gradients, p.x, p.d_out, p.dx, p.step, DeviceMoeBackward{options_.accumulate, batch_.loss_scale}, stream);
+  }
+  void step() {
+    on_every_device([&](std::size_t d, cudaStream_t stream) { forward(d, stream), backward(d, stream); });
+  }
+  void evaluate() {
+    on_every_device([&](std::size_t d, cudaStream_t stream) { forward(d, stream, false); });
+  }
+  void capture() {
+    graphs_.clear();
+    for (std::size_t d = 0; d < parts_.size(); ++d) {
+      const DeviceGuard guard(parts_[d]->device);
+      graphs_.push_back(GraphExec::capture(parts_[d]->stream, [&](cudaStream_t s) { forward(d, s), backward(d, s); }));
+    }
+  }
+  void replay() {
+    on_every_device([&](std::size_t d, cudaStream_t stream) { graphs_[d].launch(stream); });
+  }
+  // x and d_out alone, for replays of a captured step: sizes, masks and replayed ids are those of the capture.
+  void upload_rows(const mt::Batch& batch) {
+    batch_.x = batch.x, batch_.d_out = batch.d_out;
+    for (auto& part : parts_) {
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) upload_rows(*part, i);
+    }
+  }
+
+  mt::Result result() {
+    mt::Result r = mt::empty_result(c_, P_, whole_, batch_);
+    for (auto& part : parts_) {
+      const DeviceGuard guard(part->device);
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) collect(*part, i, r);
+    }
+    return r;
+  }
+  DeviceMoeReport report(int rank) {
+    for (auto& part : parts_) {
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) {
+        if (part->rank_of(i) == rank) return part->step.report(static_cast<int>(i));
+      }
+    }
+    return {};
+  }
+  StatusWord status(int rank) {
+    for (auto& part : parts_) {
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) {
+        if (part->rank_of(i) == rank) return part->layer.status(static_cast<int>(i), part->stream);
+      }
+    }
+    return {};
+  }
+  void clear_status() {
+    for (auto& part : parts_) part->layer.clear_status(part->stream), part->stream.synchronize();
+  }
+  std::string first_error() { return group_->first_error(); }
+  DeviceMoeLayer& layer(std::size_t device = 0) { return parts_[device]->layer; }
+  const CudaStream& stream(std::size_t device = 0) { return parts_[device]->stream; }
+
+ private:
+  struct Rank {
+    DeviceTensor gate, bias, w1, w2, shared_w1, shared_w2, latent_down, latent_up;
+    DeviceTensor g_gate, g_w1, g_w2, g_shared_w1, g_shared_w2, g_latent_down, g_latent_up;
+    DeviceTensor x, d_out, out, dx;
+    DeviceBuffer mask, replay;
+    std::vector<DeviceTensor*> gradient_tensors() {
+      std::vector<DeviceTensor*> all;
+      for (DeviceTensor* g : {&g_gate, &g_w1, &g_w2, &g_shared_w1, &g_shared_w2, &g_latent_down, &g_latent_up}) {
+        if (g->view) all.push_back(g);
+      }
+      return all;
+    }
+  };
+  struct Part {
+    Part(const MoeConfig& config, const LocalRanks& local, int on, const BookWindow& book, const DeviceMoeOptions& options)
+        : device(on), stream(on), layer(config, local, on, book, options), step(layer.make_step()), ranks(static_cast<std::size_t>(local.count)) {}
+    int rank_of(std::size_t i) { return layer.exchange().rank(static_cast<int>(i)); }
+    int device;
+    CudaStream stream;
+    DeviceMoeLayer layer;
+    DeviceMoeStep step;
+    std::vector<Rank> ranks;
+    std::vector<MoeTensors> parameters, gradients;
+    std::vector<TensorView> x, out, d_out, dx, masks, replays;
+    std::int64_t first = 0;
+  };
+
+  // One host thread a device: a kernel that waits for a peer must not keep the peer's launches from coming.
+  template <class Body>
+  void on_every_device(const Body& body) {
+    std::vector<std::string> errors(parts_.size());
+    std::vector<std::thread> threads;
+    for (std::size_t d = 0; d < parts_.size(); ++d) {
+      threads.emplace_back([&, d] {
+        try {
+          const DeviceGuard guard(parts_[d]->device);
+          body(d, parts_[d]->stream.get());
+          parts_[d]->stream.synchronize();
+        } catch (const std::exception& error) {
+          errors[d] = error.what();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::string& error : errors) ASSERT_EQ(error, "");
+  }
+
+  void allocate(Part& p, const mt::Weights<float>& weights) {
+    const DeviceGuard guard(p.device);
+    const std::int64_t L = c_.L(P_), W = c_.row_width();
+    const auto make = [&](DeviceTensor& t, DType dtype, std::initializer_list<std::int64_t> shape) { t = DeviceTensor(dtype, shape, p.device); };
+    for (std::size_t i = 0; i < p.ranks.size(); ++i) {
+      Rank& m = p.ranks[i];
+      const mt::RankWeights local = mt::slice(c_, P_, p.rank_of(i), weights);
+      const auto both = [&](DeviceTensor& w, DeviceTensor& g, DType gradient, std::initializer_list<std::int64_t> shape, const std::vector<float>& values) {
+        make(w, DType::kBF16, shape), make(g, gradient, shape);
+        w.set(values);
+      };
+      both(m.gate, m.g_gate, DType::kF32, {c_.E, c_.H}, local.w.gate);
+      both(m.w1, m.g_w1, options_.gradient_dtype, {L, c_.inner_width(), W}, local.w.w1);
+      both(m.w2, m.g_w2, options_.gradient_dtype, {L, W, c_.F}, local.w.w2);
+      if (!local.w.bias.empty()) make(m.bias, DType::kF32, {c_.E}), m.bias.set(local.w.bias);
+      if (c_.shared_F > 0) both(m.shared_w1, m.g_shared_w1, options_.gradient_dtype, {c_.shared_inner_width(), c_.H}, local.w.shared_w1);
+      if (c_.shared_F > 0) both(m.shared_w2, m.g_shared_w2, options_.gradient_dtype, {c_.H, c_.shared_F}, local.w.shared_w2);
+      if (c_.latent > 0) both(m.latent_down, m.g_latent_down, options_.gradient_dtype, {c_.latent, c_.H}, local.w.latent_down);
+      if (c_.latent > 0) both(m.latent_up, m.g_latent_up, options_.gradient_dtype, {c_.H, c_.latent}, local.w.latent_up);
+      make(m.x, DType::kBF16, {c_.T_max, c_.H}), make(m.d_out, DType::kBF16, {c_.T_max, c_.H});
+      make(m.out, options_.out_dtype, {c_.T_max, c_.H}), make(m.dx, options_.out_dtype, {c_.T_max, c_.H});
+      m.mask = DeviceBuffer(static_cast<std::size_t>(c_.T_max) + 16, p.device);
+      m.replay = DeviceBuffer(static_cast<std::size_t>(c_.T_max * c_.K) * 4 + 16, p.device);
+      MoeTensors w, g;
+      w.gate = m.gate.view, w.router_bias = m.bias.view, w.w1 = m.w1.view, w.w2 = m.w2.view, w.shared_w1 = m.shared_w1.view, w.shared_w2 = m.shared_w2.view;
+      w.latent_down = m.latent_down.view, w.latent_up = m.latent_up.view;
+      g.gate = m.g_gate.view, g.w1 = m.g_w1.view, g.w2 = m.g_w2.view, g.shared_w1 = m.g_shared_w1.view, g.shared_w2 = m.g_shared_w2.view;
+      g.latent_down = m.g_latent_down.view, g.latent_up = m.g_latent_up.view;
+      p.parameters.push_back(w), p.gradients.push_back(g);
+    }
+    p.x.resize(p.ranks.size()), p.out = p.d_out = p.dx = p.x;
+  }
+
+  std::int64_t first_of(int rank) const { return std::accumulate(batch_.tokens.begin(), batch_.tokens.begin() + rank, std::int64_t{0}); }
+  template <class T>
+  std::vector<T> cut(const std::vector<T>& v, int rank, std::int64_t width) const {
+    const std::int64_t first = first_of(rank), T_own = batch_.tokens[static_cast<std::size_t>(rank)];
+    return v.empty() ? v : std::vector<T>(v.begin() + first * width, v.begin() + (first + T_own) * width);
+  }
+  void upload_rows(Part& p, std::size_t i) {
+    const int rank = p.rank_of(i);
+    Rank& m = p.ranks[i];
+    m.x.set(cut(batch_.x, rank, c_.H)), m.d_out.set(cut(batch_.d_out, rank, c_.H));
+    WB_TRY_CUDA(cudaMemset(m.out.view.data, 0xff, m.out.memory.bytes()));
+    WB_TRY_CUDA(cudaMemset(m.dx.view.data, 0xff, m.dx.memory.bytes()));
+    if (options_.accumulate) return;
+    for (DeviceTensor* g : m.gradient_tensors()) WB_TRY_CUDA(cudaMemset(g->view.data, 0xff, g->memory.bytes()));
+  }
+  void upload(Part& p, std::size_t i) {
+    const int rank = p.rank_of(i);
+    Rank& m = p.ranks[i];
+    const std::int64_t T = batch_.tokens[static_cast<std::size_t>(rank)];
+    upload_rows(p, i);
+    p.x[i] = m.x.rows(T), p.d_out[i] = m.d_out.rows(T), p.out[i] = m.out.rows(T), p.dx[i] = m.dx.rows(T);
+    if (i == 0) p.first = first_of(rank), p.masks.clear(), p.replays.clear();
+    const Device device = m.mask.device();
+    if (!batch_.mask.empty()) {
+      const std::vector<std::uint8_t> mask = cut(batch_.mask, rank, 1);
+      m.mask.upload(mask.data(), mask.size());
+      p.masks.push_back(TensorView(m.mask.data(), DType::kU8, {T}, device));
+    }
+    if (!batch_.replay.empty()) {
+      const std::vector<std::int32_t> ids = cut(batch_.replay, rank, c_.K);
+      m.replay.upload(ids.data(), ids.size() * 4);
+      p.replays.push_back(TensorView(m.replay.data(), DType::kI32, {T, c_.K}, device));
+    }
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
+
+  void collect(Part& p, std::size_t i, mt::Result& r) {
+    const int rank = p.rank_of(i);
+    const auto me = static_cast<std::size_t>(rank);
+    const std::int64_t T = batch_.tokens[me], first = first_of(rank);
+    Rank& m = p.ranks[i];
+    const std::vector<float> out = m.out.get(T), dx = m.dx.get(T);
+    std::copy(out.begin(), out.end(), r.out.begin() + first * c_.H), std::copy(dx.begin(), dx.end(), r.dx.begin() + first * c_.H);
+    const DeviceRoute route = p.step.route(static_cast<int>(i));
+    std::vector<std::int16_t> ids(static_cast<std::size_t>(T * c_.K));
+    WB_TRY_CUDA(cudaMemcpy(ids.data(), route.ids, ids.size() * 2, cudaMemcpyDeviceToHost));
+    std::copy(ids.begin(), ids.end(), r.ids.begin() + first * c_.K);
+    WB_TRY_CUDA(cudaMemcpy(r.weights.data() + first * c_.K, route.weights, ids.size() * 4, cudaMemcpyDeviceToHost));
+    mt::RankWeights local = mt::slice(c_, P_, rank, whole_);
+    const auto get = [](const DeviceTensor& t, std::vector<float>& to) {
+      if (t.view) to = t.get();
+    };
+    get(m.g_gate, local.w.gate), get(m.g_w1, local.w.w1), get(m.g_w2, local.w.w2), get(m.g_shared_w1, local.w.shared_w1), get(m.g_shared_w2, local.w.shared_w2),
+        get(m.g_latent_down, local.w.latent_down), get(m.g_latent_up, local.w.latent_up);
+    mt::exchange_slice(c_, P_, rank, r.gradients, local.w, /*add=*/true);
+    mt::detail::add_to(r.gradients.gate, local.w.gate);
+    mt::detail::add_to(r.gradients.shared_w1, local.w.shared_w1), mt::detail::add_to(r.gradients.shared_w2, local.w.shared_w2);
+    mt::detail::add_to(r.gradients.latent_down, local.w.latent_down), mt::detail::add_to(r.gradients.latent_up, local.w.latent_up);
+    const DeviceMoeReport report = p.step.report(static_cast<int>(i));
+    r.slots[me] = report.slots, r.rows[me] = report.rows, r.valid[me] = report.valid != 0;
+    r.losses.aux += report.aux_loss, r.losses.sequence += report.sequence_loss, r.losses.z += report.z_loss, r.global_loss += report.global_loss;
+    r.status[me] = p.layer.status(static_cast<int>(i), p.stream);
+  }
+
+  MoeConfig c_;
+  int P_;
+  MoeGpuOptions options_;
+  mt::Weights<float> whole_;
+  mt::Batch batch_;
+  std::unique_ptr<CudaLocalGroup> group_;
+  std::vector<std::unique_ptr<Part>> parts_;
+  std::vector<GraphExec> graphs_;
+};
+
+// ||a - b|| / ||b||
+inline double norm_error(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, norm = 0;
+  if (a.size() != b.size()) return HUGE_VAL;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+    difference += d * d, norm += static_cast<double>(b[i]) * static_cast<double>(b[i]);
+  }
+  return std::isfinite(difference) ? (norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference)) : HUGE_VAL;
+}
+
+// bf16 operands and intermediate results (h, a, y, partials, their gradients), fp32 sums: six roundings of 2^-9 each at most on a path.
+inline constexpr double kNormBound = 1.0 / 128, kGateBound = 1.0 / 64, kMaxBound = 1.0 / 32;
+
+inline void expect_close(const std::vector<float>& got, const std::vector<float>& want, double bound, const std::string& what) {
+  EXPECT_LE(norm_error(got, want), bound) << what;
+  EXPECT_LE(mt::relative_error(got, want), kMaxBound) << what;
+}
+
+inline void expect_same_bits(const mt::Result& a, const mt::Result& b, const std::string& what) {
+  EXPECT_TRUE(mt::same_bits(a.out, b.out)) << what << ": out";
+  EXPECT_TRUE(mt::same_bits(a.dx, b.dx)) << what << ": dx";
+  EXPECT_TRUE(mt::same_bits(a.weights, b.weights)) << what << ": routing weights";
+  EXPECT_EQ(a.ids, b.ids) << what;
+  EXPECT_TRUE(mt::same_bits(a.gradients, b.gradients)) << what << ": gradients";
+}
+
+}  // namespace waybill::cuda
