@@ -23,6 +23,7 @@
 #include <span>
 
 #include "exchange/cuda/device_exchange.h"
+#include "moe/cuda/device_moe_report.h"
 #include "waybill/moe.h"
 
 namespace waybill::cuda {
@@ -40,17 +41,6 @@ struct DeviceMoeOptions {
   ExchangeTuning exchange;
   // Called on the host before work of a phase is queued, and with kOther after the last: benchmarks record events there, profilers get ranges.
   std::function<void(Phase phase, cudaStream_t stream)> on_phase;
-};
-
-// What the last forward of a step found, written by the device to host memory; read it whenever the stream has passed. No wait of its own.
-struct DeviceMoeReport {
-  std::uint64_t forwards = 0;  // forwards of this step so far, replays included; written last
-  std::int32_t valid = 0;
-  std::int32_t rows = 0, slots = 0;                       // received by this rank
-  std::int32_t min_expert_rows = 0, max_expert_rows = 0;  // of this rank's experts
-  std::int32_t unused = 0;
-  std::int64_t max_slot_demand = 0, max_row_demand = 0;                 // of any rank
-  double aux_loss = 0, sequence_loss = 0, global_loss = 0, z_loss = 0;  // this rank's share
 };
 
 struct DeviceMoeForward {

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "exchange/cuda/exchange_params.h"
-#include "moe/cuda/device_moe.h"
+#include "moe/cuda/device_moe_report.h"
 
 namespace waybill::cuda {
 

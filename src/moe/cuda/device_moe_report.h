@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+namespace waybill::cuda {
+
+// What the last forward of a step found, written by the device to host memory; read it whenever the stream has passed. No wait of its own.
+struct DeviceMoeReport {
+  std::uint64_t forwards = 0;  // forwards of this step so far, replays included; written last
+  std::int32_t valid = 0;
+  std::int32_t rows = 0, slots = 0;                       // received by this rank
+  std::int32_t min_expert_rows = 0, max_expert_rows = 0;  // of this rank's experts
+  std::int32_t unused = 0;
+  std::int64_t max_slot_demand = 0, max_row_demand = 0;                 // of any rank
+  double aux_loss = 0, sequence_loss = 0, global_loss = 0, z_loss = 0;  // this rank's share
+};
+
+}  // namespace waybill::cuda
