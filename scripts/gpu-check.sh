@@ -61,7 +61,7 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
   if [ -n "$nccl_library" ]; then export WAYBILL_NCCL_LIBRARY=$nccl_library; else note "NCCL library" "failed: none of the header's version"; cat "$work/nccl.log" >&2; fi
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize bench_cuda_moe_phases; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ]; then
@@ -77,6 +77,7 @@ if [ $quick = 0 ]; then
   small_quantize='QuantizeBadInputCuda.*:QuantizeCuda.Widths*:QuantizeCuda.RowsWithStrides:QuantizeCuda.ACaptured*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2:CudaLocalFabric.W*:CudaLocalFabric.ADevice*'
   small_exchange='Ranks/ExchangeCuda.*/1:Ranks/ExchangeCuda.*/4:ExchangeHardRoutesCuda.Bad*:ExchangeHardRoutesCuda.ADup*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeScalesCuda.*'
+  small_moe='Ranks/MoeCuda.AgreesWithTheLayerOnTheCpuAtRagged*/4:Ranks/MoeCuda.AnExceeded*/2'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do
       # The score sums and the C functions under memcheck alone: docs/testing.md says what racecheck finds in them.
@@ -86,6 +87,7 @@ if [ $quick = 0 ]; then
       # The matmuls under memcheck alone.
       [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"
       [ $tool != memcheck ] || start "$tool fp8" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fp8" --gtest_filter="$small_fp8"
+      [ $tool != memcheck ] || start "$tool moe" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_moe" --gtest_filter="$small_moe"
       start "$tool quantize" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_quantize" --gtest_filter="$small_quantize"
       start "$tool exchange" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_exchange" --gtest_filter="$small_exchange"
       start "$tool fabric" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fabric" --gtest_filter="$small_fabric"
@@ -109,6 +111,8 @@ collect
 start "benchmark fp8" "$bin/bench_cuda_fp8" "$work/fp8.jsonl" --loads
 collect
 start "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl" --loads
+collect
+start "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
 collect
 start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl" --loads
 collect
