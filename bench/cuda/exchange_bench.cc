@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchange benchmark: checks every shape end to end (identity experts on integer stamps come back exactly), then times captured steps;
 // prints a table and writes records as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
-//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--loads] [--tune] [--processes]
+//   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--loads] [--tune [--parts dispatch,combine,overlap,reduce]] [--processes]
 //     --loads       also the loads W0 to W9 of bench/shapes/loads.toml, in one process
 //     --processes   two ranks as processes over NCCL windows (needs 2 GPUs and NCCL) instead of one process
 // With two GPUs: one rank on each, over their link. With one: the steps without a link, and two virtual ranks.
@@ -24,6 +24,7 @@ constexpr int kSteps = 8, kReplays = 50;
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
 std::string g_filter;
+std::string g_parts;  // of --tune: those named, or all
 NcclWorld* g_world = nullptr;  // --processes: this rank's
 
 // The slower rank's; every rank calls it.
@@ -86,13 +87,17 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
   record("x to rows for the GEMM", name, "permuted copy, serial",
          time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, 0, ok);
   record("x to rows for the GEMM", name, "permuted copy", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute(p, i, s); }),
-         fresh + copy, want.copy, ok);
+         fresh + copy, 0, ok);
+  record("x to rows for the GEMM", name, "permuted copy, in chunks",
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute_chunks(p, i, s); }), std::max(fresh, copy), want.copy, ok);
   record("permute", name, "", time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }), copy, 0, ok);
   record("unpermute_reduce", name, "", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }), copy, 0, ok);
   record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
   record("combine", name, "pull, with d_weights", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s), g.return_values(p, s); }), pull, 0, ok);
   record("combine", name, "push into slots", time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }), push, 0, ok);
-  record("expert rows to out", name, "serial", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s), g.combine(p, s); }), pull + copy, want.back, ok);
+  record("expert rows to out", name, "serial", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s), g.combine(p, s); }), pull + copy, 0, ok);
+  record("expert rows to out", name, "one launch", time([&](Part& p, int, cudaStream_t s) { g.reduce_and_combine(p, s); }), std::max(pull, copy), want.back,
+         ok);
 }
 
 // Permute and its counterpart on one GPU, at the shapes of the table: one rank stands for the receiver.
@@ -192,12 +197,71 @@ void tune_combine(ExchangeGroup& g, const std::string& name) {
   g.set_tuning(saved);
 }
 
+// What runs beside the link: how many CTAs it may have.
+void tune_overlap(ExchangeGroup& g, const std::string& name) {
+  const ExchangeTuning saved = g.tuning();
+  const auto time = [&](const ExchangeGroup::Step& step) { return g.time(step, 6, 9).p50; };
+  ExchangeTuning t = saved;
+  std::string line = fmt::format("tune permute beside dispatch {:<22} | halves, CTAs:", name);
+  for (const int ctas : {32, 64, 96, 132, 264}) {
+    t.local_ctas = ctas, g.set_tuning(t);
+    line += fmt::format(" [{}] {:.1f}", ctas, time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute(p, i, s); }));
+  }
+  t = saved, line += " | chunks, CTAs dispatch x permute:";
+  for (const int dispatch : {12, 14, 16, 24}) {
+    for (const int ctas : {32, 64, 96, 0}) {
+      t.dispatch_ctas = dispatch, t.arriving_ctas = ctas, g.set_tuning(t);
+      line += fmt::format(" [{}x{}] {:.1f}", dispatch, ctas, time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute_chunks(p, i, s); }));
+    }
+  }
+  g.set_tuning(saved);
+  line += fmt::format(" | chunks, one after the other {:.1f} | halves alone: own {:.1f} others {:.1f}",
+                      time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.layout(p, s), g.dispatch_chunks_alone(p, i, s); }),
+                      time([&](Part& p, int i, cudaStream_t s) { p.exchange.permute_own(p.handle, DType::kBF16, p.x[static_cast<std::size_t>(i % 4)], p.y, s); }),
+                      time([&](Part& p, int, cudaStream_t s) { p.exchange.permute_others(p.handle, DType::kBF16, p.rows, p.y, s); }));
+  fmt::print("{}\n", line);
+  line = fmt::format("tune reduce and combine {:<22} | CTAs x combine stages x reduce stages:", name);
+  for (const int ctas : {16, 24, 32, 40, 48, 64}) {
+    for (const auto& [stages, reduce] : {std::array{2, 4}, std::array{2, 6}, std::array{4, 4}, std::array{6, 6}}) {
+      t = saved, t.fused_combine_ctas = ctas, t.fused_stages = stages, t.reduce_stages = reduce, g.set_tuning(t);
+      line += fmt::format(" [{}x{}x{}] {:.1f}", ctas, stages, reduce, time([&](Part& p, int, cudaStream_t s) { g.reduce_and_combine(p, s); }));
+    }
+  }
+  fmt::print("{}\n", line);
+  g.set_tuning(saved);
+}
+
+// The reduction alone: plain loads, and the copy engine by stages.
+void tune_reduce(ExchangeGroup& g, const std::string& name) {
+  const ExchangeTuning saved = g.tuning();
+  const auto time = [&] { return g.time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }, 6, 9).p50; };
+  ExchangeTuning t = saved;
+  t.reduce = ReducePath::kPlain, g.set_tuning(t);
+  std::string line = fmt::format("tune reduction {:<22} | plain {:.1f} | bulk stages:", name, time());
+  t.reduce = ReducePath::kBulk;
+  for (const int stages : {2, 3, 4, 5, 6}) t.reduce_stages = stages, g.set_tuning(t), line += fmt::format(" [{}] {:.1f}", stages, time());
+  fmt::print("{}\n", line);
+  g.set_tuning(saved);
+}
+
+void tune_local(const ExchangeShapeCase& c) {
+  const std::string name = fmt::format("R{} H{} L{}", c.T, c.H, c.E);
+  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  ExchangeGroup g(c, 1, {0});
+  if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
+  tune_reduce(g, name);
+}
+
 void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   const std::string name = fmt::format("T{} H{} K{} E{}", c.T, c.H, c.K, c.E);
   if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
   ExchangeGroup g(c, 2, devices);
   if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
-  tune_dispatch(g, name), tune_combine(g, name);
+  const auto wanted = [](const char* part) { return g_parts.empty() || g_parts.find(part) != std::string::npos; };
+  if (wanted("dispatch")) tune_dispatch(g, name);
+  if (wanted("combine")) tune_combine(g, name);
+  if (wanted("overlap")) tune_overlap(g, name);
+  if (wanted("reduce")) tune_reduce(g, name);
 }
 
 int two_processes(const std::string& path, const ExchangeShapeCase& deepseek, const ExchangeShapeCase& sparser) {
@@ -223,6 +287,8 @@ int main_checked(int argc, char** argv) {
       with_loads = true;
     } else if (argument == "--processes") {
       in_processes = true;
+    } else if (argument == "--parts" && i + 1 < argc) {
+      g_parts = argv[++i];
     } else if (argument == "--filter" && i + 1 < argc) {
       g_filter = argv[++i];
     } else {
@@ -240,6 +306,7 @@ int main_checked(int argc, char** argv) {
   anchors(devices);
   if (is_tune) {
     tune(deepseek, devices), tune(sparser, devices);
+    tune_local({65536, 512, 5, 32, 0, 0.9}), tune_local({8192, 7168, 4, 128});
     return g_all_match ? 0 : 1;
   }
   const bool linked = count > 1;

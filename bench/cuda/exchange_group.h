@@ -156,6 +156,23 @@ class ExchangeGroup {
     p.joined.wait_on(s);
     p.exchange.permute_others(p.handle, DType::kBF16, p.rows, p.y, s);
   }
+  // The same in chunks of tokens: one permute that follows what arrives.
+  void dispatch_and_permute_chunks(Part& p, int i, cudaStream_t s) const {
+    const auto& x = p.x[static_cast<std::size_t>(i % kSets)];
+    p.forked.record(s);
+    p.forked.wait_on(p.side);
+    layout(p, p.side);
+    p.exchange.dispatch_chunks(p.handle, DType::kBF16, x, rows_window, true, s);
+    p.exchange.permute_arriving(p.handle, DType::kBF16, x, p.rows, p.y, p.side);
+    p.joined.record(p.side);
+    p.joined.wait_on(s);
+  }
+  void dispatch_chunks_alone(Part& p, int i, cudaStream_t s) const {
+    const auto& x = p.x[static_cast<std::size_t>(i % kSets)];
+    p.exchange.dispatch_chunks(p.handle, DType::kBF16, x, rows_window, true, s);
+    p.exchange.permute_arriving(p.handle, DType::kBF16, x, p.rows, p.y, s);
+  }
+  void reduce_and_combine(Part& p, cudaStream_t s) const { p.exchange.reduce_and_combine(p.handle, DType::kBF16, p.y, false, z_window, p.out, s); }
   void permute(Part& p, cudaStream_t s) const { p.exchange.permute(p.handle, DType::kBF16, p.rows, p.y, s); }
   void unpermute(Part& p, cudaStream_t s) const { p.exchange.unpermute_reduce(p.handle, DType::kBF16, p.y, false, p.exchange.wire(), p.z, true, s); }
   void combine(Part& p, cudaStream_t s) const { p.exchange.combine(p.handle, z_window, DType::kBF16, p.out, s); }
@@ -179,7 +196,9 @@ class ExchangeGroup {
     if (c_.scale_bytes > 0) return check_bytes();
     return check_step(
                [&](Part& p, int i, cudaStream_t s) { plan(p, i, s), layout(p, s), dispatch(p, i, true, s), permute(p, s), unpermute(p, s), combine(p, s); }) &&
-           check_step([&](Part& p, int i, cudaStream_t s) { plan(p, i, s), dispatch_and_permute(p, i, s), unpermute(p, s), combine_push(p, s); });
+           check_step([&](Part& p, int i, cudaStream_t s) { plan(p, i, s), dispatch_and_permute(p, i, s), unpermute(p, s), combine_push(p, s); }) &&
+           (!parts[0]->exchange.supports_chunks() ||
+            check_step([&](Part& p, int i, cudaStream_t s) { plan(p, i, s), dispatch_and_permute_chunks(p, i, s), reduce_and_combine(p, s); }));
   }
   bool check_step(const Step& step) {
     for (auto& p : parts) {

@@ -187,11 +187,29 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
   args.handshake = after_plan ? 0 : 1;
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data, q.call[i].b = scales.bytes > 0 ? scales.rows[i].data : nullptr;
-  const bool bulk = tuning_.dispatch == DispatchPath::kBulk || (tuning_.dispatch == DispatchPath::kAuto && compute_major_ >= 9);
-  if (!bulk) {
-    launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, dispatch_ctas(args.part[0].bytes)), tuning_.overlap_launches, stream);
-    return check_launch("exchange_dispatch_push");
-  }
+  const int ctas = dispatch_ctas(args.part[0].bytes);
+  if (tuning_.dispatch == DispatchPath::kBulk || (tuning_.dispatch == DispatchPath::kAuto && compute_major_ >= 9)) return queue_dispatch(q, args, ctas, stream);
+  launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, ctas), tuning_.overlap_launches, stream);
+  check_launch("exchange_dispatch_push");
+}
+
+bool DeviceExchange::supports_chunks() const { return compute_major_ >= 9 && 2 * num_ranks() <= num_sms_; }
+
+// At most half of the SMs, so that permute_arriving() has the others.
+int DeviceExchange::chunk_ctas(int row_bytes) const { return std::max(1, std::min(dispatch_ctas(row_bytes), num_sms_ / 2 / num_ranks())); }
+
+void DeviceExchange::dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
+                                     cudaStream_t stream) const {
+  WB_CHECK(supports_chunks(), "dispatch_chunks needs compute capability 9 and at most half as many ranks as SMs; got {} and {} ranks on {} SMs", compute_major_,
+           num_ranks(), num_sms_);
+  DispatchArgs args = dispatch_args(dtype, x, window, Scales{});
+  args.handshake = after_plan ? 0 : 1, args.remote_only = 1;
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data;
+  queue_dispatch(q, args, chunk_ctas(args.part[0].bytes), stream);
+}
+
+void DeviceExchange::queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const {
   // Rows in as few pieces as buffers of 8 KB allow; 128 to 192 KB in flight a CTA.
   const int most = tuning_.bulk_chunk_bytes > 0 ? tuning_.bulk_chunk_bytes : 8192, bytes = args.part[0].bytes;
   args.chunks = (bytes + most - 1) / most;
@@ -202,7 +220,7 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
   while (warps > 1 && dispatch_bulk_smem(args, q.shape.D, warps) > room) --warps;
   const std::size_t smem = dispatch_bulk_smem(args, q.shape.D, warps);
   // Never beside the end of the kernel before it: CTAs that start where that one leaves room sit close together, and few of them fill the link then.
-  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, dispatch_ctas(bytes)), warps, false, stream);
+  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, wanted), warps, false, stream);
   check_launch("exchange_dispatch_bulk");
 }
 
@@ -234,6 +252,36 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
   const int ctas = spinning_ctas(combine_pull_kernel(from, to), kPullThreads, 0, tuning_.combine_ctas);
   launch_combine_pull(q, args, from, to, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_combine_pull");
+}
+
+// A row has at most min(K, L) slots.
+bool DeviceExchange::ring_holds_slots() const { return compute_major_ >= 9 && std::min(params_.shape.K, params_.shape.L) <= kMaxRingSlots; }
+
+void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
+                                        std::span<const DeviceRows> out, cudaStream_t stream) const {
+  const RowType type = row_type("reduce_and_combine: y", dtype), from = row_type("reduce_and_combine", wire());
+  check_rows("reduce_and_combine: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("reduce_and_combine: out", out, num_ranks(), config_.H, size_bytes(dtype));
+  ExchangeParams q = with(handle);
+  ReduceCombineArgs args{CombineArgs{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0},
+                         y[0].stride == 0 ? config_.H : y[0].stride,
+                         weighted ? 1 : 0,
+                         0,
+                         std::clamp(tuning_.fused_stages, 1, 6),
+                         std::clamp(tuning_.reduce_stages, 1, 6)};
+  const bool one_launch = tuning_.fused_combine_ctas > 0 && ring_holds_slots() && q.shape.D <= 32;
+  const int ctas = one_launch ? spinning_ctas(reduce_combine_kernel(type, from), kRowThreads, reduce_combine_smem(args), num_sms_) : 0;
+  if (ctas < 2) {
+    std::vector<DeviceRows> z;
+    for (int i = 0; i < num_ranks(); ++i) z.push_back({params_.ranks.table.base[rank(i)] + window, 0});
+    unpermute_reduce(handle, dtype, y, weighted, wire(), z, true, stream);
+    return combine(handle, window, dtype, out, stream);
+  }
+  for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = out[i].data;
+  args.combine_ctas = std::clamp(tuning_.fused_combine_ctas, 1, ctas - 1);
+  if (num_ranks() > 1) args.combine_ctas = std::min(args.combine_ctas, std::max(1, ctas / 4));
+  launch_reduce_combine(q, args, type, from, ctas, tuning_.overlap_launches, stream);
+  check_launch("exchange_reduce_combine");
 }
 
 void DeviceExchange::combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
@@ -280,6 +328,24 @@ void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std
   permute_part(handle, dtype, rows, y, kPermuteOthers, stream);
 }
 
+void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> rows,
+                                      std::span<const DeviceRows> y, cudaStream_t stream) const {
+  check_rows("permute_arriving: x", x, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("permute_arriving: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("permute_arriving: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  const std::int64_t row_stride = rows[0].stride == 0 ? config_.H : rows[0].stride;
+  WB_CHECK((x[0].stride == 0 ? config_.H : x[0].stride) == row_stride, "permute_arriving: x and rows need one stride, got {} and {}", x[0].stride, row_stride);
+  // They wait for dispatch_chunks() of all ranks, this one's included: its CTAs need SMs that these leave alone.
+  const int left = (num_sms_ - chunk_ctas(static_cast<int>(config_.H * static_cast<std::int64_t>(size_bytes(dtype)))) * num_ranks()) / num_ranks();
+  WB_CHECK(supports_chunks() && left >= 1, "permute_arriving needs what dispatch_chunks() needs, and an SM beside it: {} ranks on {} SMs", num_ranks(), num_sms_);
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].b = x[i].data, q.call[i].c = y[i].data;
+  const RowsArgs args{row_stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, kPermuteArriving};
+  const int ctas = tuning_.arriving_ctas > 0 ? std::min(tuning_.arriving_ctas, left) : left;
+  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), ctas, false, stream);
+  check_launch("exchange_permute_arriving");
+}
+
 void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
                                   cudaStream_t stream) const {
   check_rows("permute: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
@@ -305,6 +371,10 @@ void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, s
                       weighted ? 1 : 0,
                       z_in_window ? 1 : 0,
                       0};
+  if ((tuning_.reduce == ReducePath::kAuto || tuning_.reduce == ReducePath::kBulk) && ring_holds_slots()) {
+    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuning_.reduce_stages, 1, 6), tuning_.overlap_launches, stream);
+    return check_launch("exchange_unpermute_bulk");
+  }
   launch_unpermute_reduce(q, args, from, to, local_ctas(1), tuning_.overlap_launches, stream);
   check_launch("exchange_unpermute_reduce");
 }

@@ -112,11 +112,18 @@ class DeviceExchange {
   void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan, cudaStream_t stream) const;
   void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales, bool after_plan,
                 cudaStream_t stream) const;
+  // The same in chunks of tokens, for permute_arriving(): rows of other ranks only; f32, bf16 or f8 without scales; supports_chunks().
+  void dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan, cudaStream_t stream) const;
+  bool supports_chunks() const;  // sm_90, and few enough ranks in this launch
   // The same by pull, for comparison: x lies in a window of [T_max, H]. Needs layout().
   void dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const;
 
   // out [T, H] (f32 or bf16) = sum over ranks of the partials [R, H] in `window`; wire(): their type.
   void combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream) const;
+  // unpermute_reduce() into `window` and combine() from it, overlapped: one launch where the GPU allows, else the two. The same bits. dtype: of y
+  // and of out. The window's former partials must have been pulled on this stream's order, as for unpermute_reduce(z_in_window).
+  void reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
+                          std::span<const DeviceRows> out, cudaStream_t stream) const;
   // The same by push into slots [T_max * D, H] of `slots`, then a local sum. Needs layout().
   void combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
                     cudaStream_t stream) const;
@@ -132,6 +139,10 @@ class DeviceExchange {
   // window (after layout(), on another stream); the others and the padding follow dispatch.
   void permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y, cudaStream_t stream) const;
   void permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
+  // The whole permute beside dispatch_chunks(): own rows from x [T, H], each other row as soon as its chunk of tokens has come. Call it after
+  // layout() and dispatch_chunks(), on another stream, exactly once for each dispatch_chunks(), and join the streams before the next plan or dispatch.
+  void permute_arriving(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
+                        cudaStream_t stream) const;
   // z [R, H] of z_dtype. z_in_window: z is memory that combine() reads on peers; the kernel waits until they have read what it held.
   void unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype, std::span<const DeviceRows> z,
                         bool z_in_window, cudaStream_t stream) const;
@@ -159,6 +170,9 @@ class DeviceExchange {
   ExchangeParams with(const DeviceHandle& handle) const;
   int spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const;
   int dispatch_ctas(int row_bytes) const;
+  int chunk_ctas(int row_bytes) const;
+  bool ring_holds_slots() const;
+  void queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const;
   int local_ctas(int per_sm = 2) const;
   RowType row_type(const char* what, DType dtype) const;
   void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,

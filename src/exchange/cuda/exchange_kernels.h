@@ -25,6 +25,7 @@ struct DispatchArgs {
   std::int32_t handshake;  // 1: wait for kSignalReady of every rank before writing
   // Bulk kernel: a row travels in `chunks` pieces of chunk_bytes (the last may be shorter) through `stages` buffers a warp.
   std::int32_t chunks, chunk_bytes, stages;
+  std::int32_t remote_only;  // 1: rows for other ranks only, and each chunk of tokens is told when it is there (bulk kernel)
 };
 
 enum class RowType : std::int32_t { kF32 = 0, kBF16 = 1 };
@@ -39,8 +40,9 @@ struct CombineArgs {
 
 enum PermutePart : std::int32_t {
   kPermuteAll = 0,
-  kPermuteOwn = 1,     // rows that this rank sent to itself, read from x [T, H]
-  kPermuteOthers = 2,  // the rest, and the padding
+  kPermuteOwn = 1,       // rows that this rank sent to itself, read from x [T, H]
+  kPermuteOthers = 2,    // the rest, and the padding
+  kPermuteArriving = 3,  // own rows from x (call.b), then the others chunk by chunk as a dispatch in chunks brings them, and the padding
 };
 
 // Local steps. rows and z have R rows, y has S_padded.
@@ -50,6 +52,13 @@ struct RowsArgs {
   std::int32_t weighted;
   std::int32_t await_pulled;  // 1: z lies in a window that peers may still read
   std::int32_t part;          // permute: a PermutePart
+};
+
+struct ReduceCombineArgs {
+  CombineArgs combine;
+  std::int64_t slot_stride;  // of y, elements
+  std::int32_t weighted;
+  std::int32_t combine_ctas, combine_stages, reduce_stages;
 };
 
 void launch_plan_count(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
@@ -77,6 +86,11 @@ void launch_slot_values_return(const ExchangeParams& q, int ctas, bool overlap, 
 
 void launch_permute(const ExchangeParams& q, const RowsArgs& args, int element_bytes, int ctas, bool overlap, cudaStream_t stream);
 void launch_unpermute_reduce(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType z, int ctas, bool overlap, cudaStream_t stream);
+// Rows of up to kMaxRingSlots slots.
+inline constexpr int kMaxRingSlots = 64;
+void launch_unpermute_bulk(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType z, int ctas, int stages, bool overlap, cudaStream_t stream);
+// y: type of the expert rows and of the result. D <= 32, min(K, L) <= 64.
+void launch_reduce_combine(const ExchangeParams& q, const ReduceCombineArgs& args, RowType y, RowType wire, int ctas, bool overlap, cudaStream_t stream);
 void launch_unpermute_backward(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType dz, int ctas, bool overlap, cudaStream_t stream);
 
 // Kernels whose CTAs wait for peers before they go on, with their threads and dynamic shared memory: how many fit on a GPU at a time.
@@ -87,10 +101,13 @@ const void* dispatch_pull_kernel();
 const void* combine_pull_kernel(RowType wire, RowType out);
 const void* combine_bulk_kernel(RowType wire, RowType out);
 const void* combine_push_kernel();
+const void* reduce_combine_kernel(RowType y, RowType wire);
 const void* slot_values_return_kernel(int id_bytes);
 // Dynamic shared memory of the bulk kernels.
 std::size_t dispatch_bulk_smem(const DispatchArgs& args, int D, int warps);
 std::size_t combine_bulk_smem(int warps, int stages);
+std::size_t unpermute_bulk_smem(int stages);
+std::size_t reduce_combine_smem(const ReduceCombineArgs& args);
 
 // Dynamic shared memory that needs no attribute beside the kernels' static share of the 48 KB.
 inline constexpr std::size_t kPlainSharedBytes = 32 * 1024;

@@ -30,18 +30,26 @@ enum ExchangeSignal : int {
   kSignalValues,      // my slot values may be read
   kSignalValuesRead,  // I have read your slot values
   kSignalPlanned,     // within a rank: its last CTA has the offsets
+  kSignalChunks,      // dispatch in chunks: its number; told chunk by chunk
+  kSignalArrived,     // within a rank: number of the permute_arriving() that took them
   kNumExchangeSignals,
 };
 inline constexpr int kExchangePhase = 100;
 
 // Kernels whose last CTA does something.
-enum ExchangeTicket : int { kTicketPlanCount = 0, kTicketPlanFill, kTicketLayoutScan, kTicketDispatch, kTicketCombine, kTicketValues, kNumExchangeTickets };
+enum ExchangeTicket : int { kTicketPlanCount = 0, kTicketPlanFill, kTicketLayoutScan, kTicketDispatch, kTicketCombine, kTicketValues, kTicketArriving, kNumExchangeTickets };
+
+// What becomes usable chunk by chunk: rows of 2^chunk_shift tokens (dispatch), or as many partials of one source (reduce_and_combine).
+enum ChunkKind : int { kChunkRows = 0, kChunkPartials, kNumChunkKinds };
+inline constexpr int kMaxChunks = 16;
 
 // At ExchangeShape::control of every arena. Flags are written by peers, the rest by the rank itself.
 struct ExchangeControl {
   std::uint32_t flag[kNumExchangeSignals][kMaxDevicePeers];  // [signal][source]: the source's epoch
   std::uint32_t epoch[kNumExchangeSignals];                  // what this rank has posted
   std::uint32_t ticket[kNumExchangeTickets];                 // zero between launches
+  std::uint32_t chunk_flag[kNumChunkKinds][kMaxDevicePeers][kMaxChunks];  // [kind][rank that made it]: written by it, an epoch
+  std::uint32_t chunk_done[kNumChunkKinds][kMaxDevicePeers][kMaxChunks];  // own: parts of a chunk that are there, zero between launches
 };
 
 // First thing of a handle's memory.
@@ -72,6 +80,7 @@ struct ExchangeShape {
   std::int32_t local_id_bytes;  // of what travels
   std::int32_t alignment;
   std::int32_t row_budget, slot_budget, padded_budget;
+  std::int32_t chunk_shift;         // log2 of the tokens of a chunk, at most kMaxChunks of them
   std::int32_t plan_tiles;          // stride of the tile counts, a multiple of 4
   std::int32_t layout_rows;         // rows of a layout tile: 128 or 32
   std::int32_t layout_tiles;        // stride of the expert counts, a multiple of 4

@@ -51,6 +51,7 @@ ExchangeShape make_shape(const ExchangeConfig& config, int P) {
   s.row_budget = static_cast<std::int32_t>(budget.rows), s.slot_budget = static_cast<std::int32_t>(budget.slots);
   s.padded_budget = static_cast<std::int32_t>(budget.padded_slots);
   s.plan_tiles = static_cast<std::int32_t>(round_up(tiles_of(config.T_max, kPlanTile), 4));
+  for (s.chunk_shift = 5; (config.T_max - 1) >> s.chunk_shift >= kMaxChunks;) ++s.chunk_shift;
   s.layout_rows = static_cast<std::int64_t>(s.L) * 16 <= 96 * 1024 ? kLayoutTile : 32;
   s.layout_tiles = static_cast<std::int32_t>(round_up(tiles_of(budget.rows, s.layout_rows), 4));
   return s;

@@ -42,9 +42,8 @@ __device__ __forceinline__ bool await_signal(const ExchangeParams& q, int rank, 
   return __syncthreads_and(ok ? 1 : 0) != 0;
 }
 
-// A lost peer: the handle and the status word say so. One thread.
-__device__ __forceinline__ void mark_lost(const ExchangeParams& q, int rank, const RankCall& call) {
-  if (threadIdx.x != 0) return;
+// A lost peer: the handle and the status word say so. Called by one thread.
+__device__ __forceinline__ void record_lost(const ExchangeParams& q, int rank, const RankCall& call) {
   HandleHeader& header = *header_of(call);
   header.valid = header.R = header.S = header.S_padded = 0;  // nothing that did not arrive is ever read
   const DeviceWaitError& error = q.ranks.table.control(rank)->error;
@@ -52,6 +51,35 @@ __device__ __forceinline__ void mark_lost(const ExchangeParams& q, int rank, con
   if ((atomicOr(&status.flags, static_cast<std::uint32_t>(kStatusTimeout)) & kStatusTimeout) != 0) return;
   status.timeout_rank = error.rank, status.timeout_peer = error.peer, status.timeout_phase = error.phase;
   status.timeout_expected = error.expected, status.timeout_seen = error.seen;
+}
+
+__device__ __forceinline__ void mark_lost(const ExchangeParams& q, int rank, const RankCall& call) {
+  if (threadIdx.x == 0) record_lost(q, rank, call);
+}
+
+// Chunks: `parts` more parts of chunk `chunk` for rank `to` (kChunkPartials) or for all others (kChunkRows, to = -1) are written. Called by a
+// warp behind __syncwarp(); the warp that brings the `total` parts together tells the rank.
+__device__ __forceinline__ void finish_chunk_parts(const ExchangeParams& q, int rank, ChunkKind kind, int to, int chunk, int parts, int total,
+                                                   std::uint32_t epoch) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  std::uint32_t* done = &q.control(rank)->chunk_done[kind][to < 0 ? 0 : to][chunk];
+  int is_last = 0;
+  if (lane == 0) {
+    is_last = ptx::atom_add_acq_rel_gpu(done, static_cast<std::uint32_t>(parts)) + static_cast<std::uint32_t>(parts) == static_cast<std::uint32_t>(total);
+    if (is_last != 0) *done = 0;
+  }
+  is_last = __shfl_sync(ptx::kFullWarp, is_last, 0);
+  __syncwarp();  // what lane 0 acquired is the warp's
+  if (is_last == 0) return;
+  for (int peer = to < 0 ? lane : to + lane; peer < (to < 0 ? q.shape.P : to + 1); peer += 32) {
+    ptx::st_release_sys(&q.control(peer)->chunk_flag[kind][rank][chunk], epoch);
+  }
+}
+
+// One lane: chunk `chunk` made by `maker` is there. False: as await_signal().
+__device__ __forceinline__ bool await_chunk(const ExchangeParams& q, int rank, ChunkKind kind, int maker, int chunk, std::uint32_t epoch) {
+  const std::uint32_t* flag = &q.control(rank)->chunk_flag[kind][maker][chunk];
+  return wait_for_peer(q.ranks.table, rank, flag, epoch, maker, kExchangePhase + (kind == kChunkRows ? kSignalRows : kSignalPartials));
 }
 
 // True in the CTA of this rank's grid row that arrives last; what all the others wrote is then visible to it and, behind a signal, to peers

@@ -25,15 +25,21 @@ __device__ __forceinline__ RowSlots load_slots(const ExchangeShape& shape, const
   return slots;
 }
 
-// Reads a row's bounds two items ahead of their use and its slots one ahead, so that neither is waited for.
+// Reads a row's bounds two items ahead of their use and its slots one ahead, so that neither is waited for. kEntry: its entry, too.
+template <bool kEntry>
 struct RowAhead {
   int begin, end;            // of the row to be moved
+  int entry;                 // RowMeta::entry, token * D + index
   RowSlots slots;            // its first 32 slots
   int next_begin, next_end;  // of the row behind it
+  int next_entry;
 
+  // row: none where it is negative or not below R.
   __device__ __forceinline__ void bounds(const ExchangeShape& shape, const RankCall& call, int row, int R) {
     const int* offsets = handle_part<int>(call, shape.h_row_slot_offsets) + row;
-    next_begin = row < R ? offsets[0] : 0, next_end = row < R ? offsets[1] : 0;
+    const bool is_row = row >= 0 && row < R;
+    next_begin = is_row ? offsets[0] : 0, next_end = is_row ? offsets[1] : 0;
+    if (kEntry) next_entry = is_row ? handle_part<int>(call, shape.h_row_entry)[row] : 0;
   }
   __device__ __forceinline__ void start(const ExchangeShape& shape, const RankCall& call, int row, int row_behind, int R, bool weighted) {
     bounds(shape, call, row, R);
@@ -41,7 +47,7 @@ struct RowAhead {
   }
   // The row behind becomes the one to be moved.
   __device__ __forceinline__ void advance(const ExchangeShape& shape, const RankCall& call, int row_behind, int R, bool weighted) {
-    begin = next_begin, end = next_end;
+    begin = next_begin, end = next_end, entry = kEntry ? next_entry : 0;
     slots = load_slots(shape, call, begin, end, weighted);
     bounds(shape, call, row_behind, R);
   }

@@ -17,10 +17,12 @@ __device__ __forceinline__ void store_row(void* p, uint4 v) { __stcs(static_cast
 // a warp. Items of a warp are `step` apart. Counts in 31 bits: rows times parts stay below rows + 4 * warps * pieces.
 struct RowItems {
   int parts, per_part, pieces, count, first, step;
-  __device__ __forceinline__ RowItems(int rows, int num_pieces) : pieces(num_pieces) {
-    step = static_cast<int>(gridDim.x * (blockDim.x / 32));
-    first = static_cast<int>((threadIdx.x >> 5) * gridDim.x + blockIdx.x);
-    parts = rows > 0 ? min(pieces, max(1, (4 * step + rows - 1) / rows)) : 1;
+  __device__ __forceinline__ RowItems(int rows, int num_pieces) : RowItems(rows, num_pieces, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), 4) {}
+  // The warps of `ctas` CTAs, of which this one is number `cta`; `least` items a warp where rows can be parted so.
+  __device__ __forceinline__ RowItems(int rows, int num_pieces, int cta, int ctas, int least) : pieces(num_pieces) {
+    step = ctas * static_cast<int>(blockDim.x / 32);
+    first = static_cast<int>(threadIdx.x >> 5) * ctas + cta;
+    parts = rows > 0 ? min(pieces, max(1, (least * step + rows - 1) / rows)) : 1;
     per_part = (pieces + parts - 1) / parts;
     count = rows * parts;
   }

@@ -18,6 +18,12 @@ enum class CombinePath : std::uint8_t {
   kBulk = 2,  // the SMs' copy engine (sm_90, D <= 32)
 };
 
+enum class ReducePath : std::uint8_t {
+  kAuto = 0,
+  kPlain = 1,  // plain loads
+  kBulk = 2,   // the SMs' copy engine (sm_90, min(K, L) <= 64)
+};
+
 // CTAs of each rank, at most one an SM; the launch is cut to what the GPU holds at a time.
 struct ExchangeTuning {
   DispatchPath dispatch = DispatchPath::kAuto;
@@ -32,6 +38,10 @@ struct ExchangeTuning {
   int value_ctas = 132;                        // return_slot_values: short, and all latency
   bool fused_plan = true;                      // count and fill in one launch, where its CTAs fit on the GPU together
   int local_ctas = 0;                          // permute and its counterparts; 0: every SM twice
+  ReducePath reduce = ReducePath::kAuto;
+  int reduce_stages = 6;                           // of the bulk reduction, 16 warps; a stage is 2 KB of a warp
+  int fused_combine_ctas = 32, fused_stages = 2;   // reduce_and_combine: CTAs that combine, the others reduce; 0: two launches
+  int arriving_ctas = 0;                           // permute_arriving; 0: one on every SM that the dispatch leaves
   bool overlap_launches = true;
 };
 

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) exchange_unpermute_reduce(const __gr
   const int R = header_of(call)->R;
   const bool weighted = args.weighted != 0;
   const RowItems items(R, (args.H * static_cast<int>(sizeof(Y)) + kPiece - 1) / kPiece);
-  RowAhead ahead;
+  RowAhead<false> ahead;
   ahead.start(q.shape, call, items.row(items.first), items.row(items.first + items.step), R, weighted);
   for (int item = items.first; item < items.count; item += items.step) {
     const RowSlots slots = ahead.slots;
