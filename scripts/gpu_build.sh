@@ -34,7 +34,7 @@ declare -A sources=(
     src/capi/guard.cc src/capi/convert.cc src/capi/router_capi.cc tests/cuda/capi_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
-  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_links_test.cc tests/cuda/gemm_spin.cu tests/cuda/main.cc"
+  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_chunks_test.cc tests/cuda/exchange_links_test.cc tests/cuda/gemm_spin.cu tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_fp8]="$core $fp8 $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
   [bench_cuda_fp8]="$core $fp8 $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"

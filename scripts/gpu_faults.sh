@@ -59,14 +59,20 @@ plant sums_row router_forward_sums.cuh router_forward_sums_f32.cu 'for (int r = 
 plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise ? dot : 0.0f))' 'w[s] * g[s]' "$all" &
 wait
 area test_cuda_exchange exchange/cuda
-all='Ranks/ExchangeCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*'
+all='Ranks/ExchangeCuda.*:Ranks/ExchangeChunksCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*'
 plant rows plan_entries.cuh plan_fused_i16.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
 plant within plan_entries.cuh plan_fused_i16.cu 'slot_start[tile_token(i) * P + r] + routes.before[i][c];' 'slot_start[tile_token(i) * P + r];' "$all" &
 plant budget plan_counts.cuh plan_fused_i16.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand < shape.slot_budget' "$all" &
 plant epoch plan_counts.cuh plan_fused_i16.cu '  close_epoch(q, rank, kSignalCounts, epoch);' '' "$all" &
 plant below layout_tile.cuh layout_scatter.cu '__popc(word & ((1u << (row & 31)) - 1))' '__popc(word)' "$all" &
 plant padding layout_scatter.cu layout_scatter.cu 'if (shape.alignment > 1) write_padding(q, call, num_tiles);' '' "$all" &
-plant sum combine_bulk.cu combine_bulk.cu 'd == 0 ? x[j] : sum[i][j] + x[j]' 'd == 0 ? x[j] : x[j]' "$all" &
+plant sum sum_ring.cuh combine_bulk.cu 'd == 0 ? part : sum[i][j] + part' 'd == 0 ? part : part' "$all" &
+plant ring_weight sum_ring.cuh unpermute_bulk.cu 'kWeighted ? weight * x[j] : x[j]' 'x[j]' "$all" &
+plant chunk_count exchange_signal.cuh dispatch_bulk.cu 'if (is_last != 0) *done = 0;' '' "$all" &
+plant chunk_wait combine_parts.cuh reduce_combine.cu 'ok = await_chunk(q_, rank_, kChunkPartials, entry.rank, (entry.row - base_[entry.rank]) >> q_.shape.chunk_shift, epoch_);' 'ok = true;' "$all" &
+plant chunk_order slot_parts.cuh reduce_combine.cu '(chunk(order) << shift) + (order & ((1 << shift) - 1))' '(order & ((1 << shift) - 1))' "$all" &
+plant own_rows permute.cu permute.cu 'Rows::kFromX ? entry / shape.D : row' 'Rows::kFromX ? entry : row' "$all" &
+plant arriving_wait permute.cu permute.cu 'if (num_pieces > 0 && !await_row(q, call, rank, rows, items.row(item), entry)) return;' '' "$all:Ranks/ExchangeTwoGpus.RanksUp*" &
 plant weight unpermute_reduce.cu unpermute_reduce.cu 'args.weighted != 0 ? weight * x[n] : x[n]' 'x[n]' "$all" &
 plant order combine_pull.cu combine_pull.cu 'if (d + 1 < sources.num) add_piece<Wire>(odd, false, sum);' '' "$all" &
 plant values slot_values_return.cu slot_values_return.cu 'slot = next[warp][at] + __popc(before);' 'slot = next[warp][at];' "$all" &

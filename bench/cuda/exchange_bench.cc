@@ -24,7 +24,7 @@ constexpr int kSteps = 8, kReplays = 50;
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
 std::string g_filter;
-std::string g_parts;  // of --tune: those named, or all
+std::string g_parts;           // of --tune: those named, or all
 NcclWorld* g_world = nullptr;  // --processes: this rank's
 
 // The slower rank's; every rank calls it.
@@ -208,21 +208,23 @@ void tune_overlap(ExchangeGroup& g, const std::string& name) {
     line += fmt::format(" [{}] {:.1f}", ctas, time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute(p, i, s); }));
   }
   t = saved, line += " | chunks, CTAs dispatch x permute:";
-  for (const int dispatch : {12, 14, 16, 24}) {
-    for (const int ctas : {32, 64, 96, 0}) {
-      t.dispatch_ctas = dispatch, t.arriving_ctas = ctas, g.set_tuning(t);
-      line += fmt::format(" [{}x{}] {:.1f}", dispatch, ctas, time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute_chunks(p, i, s); }));
+  for (const int dispatch : {20, 24, 32, 48}) {
+    for (const int ctas : {48, 64, 80, 0}) {
+      t.chunk_ctas = dispatch, t.arriving_ctas = ctas, g.set_tuning(t);
+      line += fmt::format(" [{}x{}] {:.1f}", dispatch, ctas,
+                          time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute_chunks(p, i, s); }));
     }
   }
   g.set_tuning(saved);
-  line += fmt::format(" | chunks, one after the other {:.1f} | halves alone: own {:.1f} others {:.1f}",
-                      time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.layout(p, s), g.dispatch_chunks_alone(p, i, s); }),
-                      time([&](Part& p, int i, cudaStream_t s) { p.exchange.permute_own(p.handle, DType::kBF16, p.x[static_cast<std::size_t>(i % 4)], p.y, s); }),
-                      time([&](Part& p, int, cudaStream_t s) { p.exchange.permute_others(p.handle, DType::kBF16, p.rows, p.y, s); }));
+  line +=
+      fmt::format(" | chunks, one after the other {:.1f} | halves alone: own {:.1f} others {:.1f}",
+                  time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.layout(p, s), g.dispatch_chunks_alone(p, i, s); }),
+                  time([&](Part& p, int i, cudaStream_t s) { p.exchange.permute_own(p.handle, DType::kBF16, p.x[static_cast<std::size_t>(i % 4)], p.y, s); }),
+                  time([&](Part& p, int, cudaStream_t s) { p.exchange.permute_others(p.handle, DType::kBF16, p.rows, p.y, s); }));
   fmt::print("{}\n", line);
   line = fmt::format("tune reduce and combine {:<22} | CTAs x combine stages x reduce stages:", name);
-  for (const int ctas : {16, 24, 32, 40, 48, 64}) {
-    for (const auto& [stages, reduce] : {std::array{2, 4}, std::array{2, 6}, std::array{4, 4}, std::array{6, 6}}) {
+  for (const int ctas : {-1, 16, 24, 32, 40, 48}) {
+    for (const auto& [stages, reduce] : {std::array{2, 3}, std::array{2, 4}, std::array{4, 4}}) {
       t = saved, t.fused_combine_ctas = ctas, t.fused_stages = stages, t.reduce_stages = reduce, g.set_tuning(t);
       line += fmt::format(" [{}x{}x{}] {:.1f}", ctas, stages, reduce, time([&](Part& p, int, cudaStream_t s) { g.reduce_and_combine(p, s); }));
     }

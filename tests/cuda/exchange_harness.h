@@ -78,6 +78,7 @@ class GpuGroup {
       for (int i = 0; i < ranks.count; ++i) {
         if (std::find(options.absent.begin(), options.absent.end(), ranks.rank[i]) == options.absent.end()) present.rank[present.count++] = ranks.rank[i];
       }
+      const DeviceGuard guard(options.devices[d]);  // for the part's events
       parts_.push_back(std::make_unique<Part>(config_, placement, present, options.devices[d], windows_, options.tuning));
     }
     for (auto& part : parts_) allocate(*part);

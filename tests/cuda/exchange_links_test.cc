@@ -39,6 +39,7 @@ TEST_P(ExchangeTwoGpus, ChunksAndFusedCombineGiveTheSameBitsOverNvlink) {
   for (const bool half : {false, true}) {
     GpuOptions options;
     options.devices = {0, 1}, options.chunks = options.fused_combine = true, options.handshake = options.weighted = half;
+    options.tuning.fused_combine_ctas = 32;
     options.x_dtype = options.out_dtype = half ? DType::kBF16 : DType::kF32;
     ExchangeConfig config = config_of(group);
     config.combine_wire = half ? CombineWire::kBF16 : CombineWire::kF32;
@@ -55,9 +56,9 @@ TEST_P(ExchangeTwoGpus, RanksUpToFiveMillisecondsApartGiveTheSameBits) {
   for (int round = 0; round < 6; ++round) {
     GpuOptions options;
     options.devices = {0, 1}, options.chunks = options.fused_combine = round % 2 == 1, options.handshake = round % 3 == 1;
+    options.tuning.fused_combine_ctas = 32;
     options.delay = [&](cudaStream_t stream) { spin(static_cast<double>(random() % 5001) * 1e-3, stream); };
-    const ts::Group group =
-        ts::random_group(ragged_tokens(P, 300), 8, 64, 512, RandomRoute{.seed = 50 + static_cast<std::uint64_t>(round)}, false);
+    const ts::Group group = ts::random_group(ragged_tokens(P, 300), 8, 64, 512, RandomRoute{.seed = 50 + static_cast<std::uint64_t>(round)}, false);
     compare(group, config_of(group), options, fmt::format("round {}", round));
     if (HasFatalFailure()) return;
   }
@@ -68,7 +69,8 @@ TEST(ExchangeTwoGpusLost, APeerThatEndsAfterThePlanOrAfterItsRowsIsNamed) {
   const ts::Group group = ts::random_group({90, 80}, 4, 32, 64, RandomRoute{.seed = 5}, false);
   for (const bool after_rows : {false, true}) {
     GpuOptions options;
-    options.devices = {0, 1}, options.chunks = options.fused_combine = true, options.timeout = std::chrono::milliseconds(100);
+    options.devices = {0, 1}, options.chunks = options.fused_combine = true, options.tuning.fused_combine_ctas = 32,
+    options.timeout = std::chrono::milliseconds(100);
     GpuGroup gpu(config_of(group), group.placement, options);
     gpu.upload(group);
     gpu.step();
@@ -89,7 +91,7 @@ TEST_P(ExchangeTwoGpus, ReplaysWithChangingRoutes) {
   if (num_gpus() < 2) GTEST_SKIP() << "needs 2 GPUs";
   const int P = GetParam();
   GpuOptions options;
-  options.devices = {0, 1}, options.chunks = options.fused_combine = P == 2;
+  options.devices = {0, 1}, options.chunks = options.fused_combine = P == 2, options.tuning.fused_combine_ctas = 32;
   std::vector<ts::Group> groups;
   std::vector<std::vector<ts::RankResult>> want;
   for (std::uint64_t s = 0; s < 3; ++s) {

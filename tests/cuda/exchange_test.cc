@@ -54,38 +54,6 @@ TEST_P(ExchangeCuda, PullDispatchAndPushCombineGiveTheSameBits) {
   compare(group, config, options, "pull, push, bf16");
 }
 
-// Chunks of 32 tokens: several of each rank.
-TEST_P(ExchangeCuda, ChunksAndFusedCombineGiveTheSameBits) {
-  WB_NEEDS_GPU();
-  const Case& c = GetParam();
-  const ts::Group group = ts::random_group(ragged_tokens(c.P, 3 * c.T), c.K, c.E, c.H, RandomRoute{.seed = 9}, false);
-  for (const bool half : {false, true}) {
-    GpuOptions options;
-    options.fused_combine = true, options.weighted = options.handshake = half;
-    options.chunks = GpuGroup(config_of(group), group.placement, options).exchange().supports_chunks();
-    EXPECT_EQ(options.chunks, c.P <= 66);
-    options.x_dtype = options.out_dtype = half ? DType::kBF16 : DType::kF32;
-    ExchangeConfig config = config_of(group);
-    config.combine_wire = half ? CombineWire::kBF16 : CombineWire::kF32, config.alignment = half ? 8 : 1;
-    compare(group, config, options, fmt::format("chunks, fused, bf16 {}", half));
-    if (HasFatalFailure()) return;
-  }
-}
-
-TEST_P(ExchangeCuda, BothReductionsGiveTheSameBits) {
-  WB_NEEDS_GPU();
-  const Case& c = GetParam();
-  const ts::Group group = ts::random_group(ragged_tokens(c.P, c.T), c.K, c.E, c.H, RandomRoute{.seed = 10}, false);
-  for (const ReducePath path : {ReducePath::kPlain, ReducePath::kBulk}) {
-    GpuOptions options;
-    options.tuning.reduce = path, options.weighted = path == ReducePath::kPlain;
-    compare(group, config_of(group), options, fmt::format("reduction {}", static_cast<int>(path)));
-    options.weighted = !options.weighted, options.x_dtype = DType::kBF16;
-    compare(group, config_of(group), options, fmt::format("reduction {}, bf16", static_cast<int>(path)));
-    if (HasFatalFailure()) return;
-  }
-}
-
 TEST(ExchangeHardRoutesCuda, OneRankOneExpertNoRoutesAndEveryExpert) {
   WB_NEEDS_GPU();
   for (const int P : {1, 2, 8}) {
@@ -234,35 +202,6 @@ TEST(ExchangeGraphCuda, TenThousandReplaysWithChangingRoutes) {
     for (const ExchangeSignal signal : {kSignalCounts, kSignalMeta, kSignalRows, kSignalPartials, kSignalPulled, kSignalValues, kSignalValuesRead}) {
       ASSERT_EQ(gpu.epoch(p, signal), kReplays + 1u) << p << " " << signal;
     }
-  }
-}
-
-TEST(ExchangeGraphCuda, ThousandsOfReplaysInChunks) {
-  WB_NEEDS_GPU();
-  constexpr int P = 4, kReplays = 3000;
-  GpuOptions options;
-  options.chunks = options.fused_combine = true;
-  std::vector<ts::Group> groups;
-  std::vector<std::vector<ts::RankResult>> want;
-  for (std::uint64_t s = 0; s < 3; ++s) {
-    groups.push_back(ts::random_group({90, 200, 33, 151}, 6, 64, 128, RandomRoute{.seed = 90 + s}, false));
-    want.push_back(ts::run_group(groups.back(), config_of(groups.back())));
-  }
-  GpuGroup gpu(config_of(groups[0]), groups[0].placement, options);
-  gpu.upload(groups[0]);
-  gpu.step();
-  gpu.capture();
-  for (int i = 0; i < kReplays; ++i) {
-    const std::size_t set = static_cast<std::size_t>(i / 100 % 3);
-    if (i % 100 == 0) gpu.synchronize(), gpu.upload(groups[set]);
-    gpu.replay();
-    if (i % 500 != 499) continue;
-    gpu.synchronize();
-    for (int p = 0; p < P; ++p) ASSERT_EQ(want[set][static_cast<std::size_t>(p)].out, gpu.result(p).out) << "replay " << i << ", rank " << p;
-  }
-  EXPECT_EQ(gpu.group().first_error(), "");
-  for (int p = 0; p < P; ++p) {
-    for (const ExchangeSignal signal : {kSignalChunks, kSignalArrived, kSignalPartials, kSignalPulled}) ASSERT_EQ(gpu.epoch(p, signal), kReplays + 1u) << signal;
   }
 }
 

@@ -20,7 +20,13 @@ class CombineParts {
  public:
   __device__ __forceinline__ CombineParts(const ExchangeParams& q, const RankCall& call, int rank, std::uint64_t window, int row_bytes, const RowItems& items,
                                           const int* base = nullptr, std::uint32_t epoch = 0)
-      : q_(q), call_(call), window_(window), base_(base), rank_(rank), row_bytes_(row_bytes), epoch_(epoch),
+      : q_(q),
+        call_(call),
+        window_(window),
+        base_(base),
+        rank_(rank),
+        row_bytes_(row_bytes),
+        epoch_(epoch),
         next_(entry_of_lane(q.shape, call, items.row(items.first))) {}
 
   __device__ __forceinline__ int take(const RowItems& items, int item, const unsigned char* (&row)[2]) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/cuda/cuda_error.h"
+#include "exchange/cuda/device_rows.h"
 #include "exchange/cuda/exchange_shape.h"
 
 namespace waybill::cuda {
@@ -23,17 +24,6 @@ DeviceBuffer upload_table(const std::int32_t* table, std::int64_t E, int device)
   buffer.upload(table, buffer.bytes());
   WB_TRY_CUDA(cudaStreamSynchronize(nullptr));
   return buffer;
-}
-
-void check_rows(const char* what, std::span<const DeviceRows> rows, int count, std::int64_t columns, std::size_t element) {
-  WB_CHECK(rows.size() == static_cast<std::size_t>(count), "{}: {} ranks of this launch, got {} tensors", what, count, rows.size());
-  for (const DeviceRows& r : rows) {
-    const std::int64_t stride = r.stride == 0 ? columns : r.stride;
-    WB_CHECK(stride >= columns && stride == (rows[0].stride == 0 ? columns : rows[0].stride),
-             "{}: rows of {} elements need one stride of at least that on all ranks of the launch, got {}", what, columns, stride);
-    WB_CHECK(static_cast<std::size_t>(stride) * element % 16 == 0 && reinterpret_cast<std::uintptr_t>(r.data) % 16 == 0,
-             "{}: rows must start at multiples of 16 bytes, got address {} and {} bytes a row", what, r.data, static_cast<std::size_t>(stride) * element);
-  }
 }
 
 }  // namespace
@@ -118,7 +108,9 @@ int DeviceExchange::local_ctas(int per_sm) const {
   return std::max(1, all / num_ranks());
 }
 
-int DeviceExchange::dispatch_ctas(int row_bytes) const { return tuning_.dispatch_ctas > 0 ? tuning_.dispatch_ctas : (row_bytes >= 4096 ? 14 : 20); }
+int DeviceExchange::dispatch_ctas(int row_bytes) const {
+  return tuning_.dispatch_ctas > 0 ? tuning_.dispatch_ctas : (row_bytes >= 8192 ? 14 : (row_bytes >= 4096 ? 16 : 20));
+}
 
 RowType DeviceExchange::row_type(const char* what, DType dtype) const {
   WB_CHECK(dtype == DType::kF32 || dtype == DType::kBF16, "{} must be f32 or bf16, got {}", what, to_string(dtype));
@@ -196,7 +188,7 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
 bool DeviceExchange::supports_chunks() const { return compute_major_ >= 9 && 2 * num_ranks() <= num_sms_; }
 
 // At most half of the SMs, so that permute_arriving() has the others.
-int DeviceExchange::chunk_ctas(int row_bytes) const { return std::max(1, std::min(dispatch_ctas(row_bytes), num_sms_ / 2 / num_ranks())); }
+int DeviceExchange::chunk_ctas() const { return std::max(1, std::min(tuning_.chunk_ctas > 0 ? tuning_.chunk_ctas : 24, num_sms_ / 2 / num_ranks())); }
 
 void DeviceExchange::dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
                                      cudaStream_t stream) const {
@@ -206,7 +198,7 @@ void DeviceExchange::dispatch_chunks(const DeviceHandle& handle, DType dtype, st
   args.handshake = after_plan ? 0 : 1, args.remote_only = 1;
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data;
-  queue_dispatch(q, args, chunk_ctas(args.part[0].bytes), stream);
+  queue_dispatch(q, args, chunk_ctas(), stream);
 }
 
 void DeviceExchange::queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const {
@@ -269,7 +261,9 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
                          0,
                          std::clamp(tuning_.fused_stages, 1, 6),
                          std::clamp(tuning_.reduce_stages, 1, 6)};
-  const bool one_launch = tuning_.fused_combine_ctas > 0 && ring_holds_slots() && q.shape.D <= 32;
+  const bool wide = config_.H * static_cast<std::int64_t>(size_bytes(dtype)) >= 4096;
+  const int wanted = tuning_.fused_combine_ctas == 0 ? (wide ? 32 : 0) : tuning_.fused_combine_ctas;
+  const bool one_launch = wanted > 0 && ring_holds_slots() && q.shape.D <= 32;
   const int ctas = one_launch ? spinning_ctas(reduce_combine_kernel(type, from), kRowThreads, reduce_combine_smem(args), num_sms_) : 0;
   if (ctas < 2) {
     std::vector<DeviceRows> z;
@@ -278,7 +272,7 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
     return combine(handle, window, dtype, out, stream);
   }
   for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = out[i].data;
-  args.combine_ctas = std::clamp(tuning_.fused_combine_ctas, 1, ctas - 1);
+  args.combine_ctas = std::clamp(wanted, 1, ctas - 1);
   if (num_ranks() > 1) args.combine_ctas = std::min(args.combine_ctas, std::max(1, ctas / 4));
   launch_reduce_combine(q, args, type, from, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_reduce_combine");
@@ -313,90 +307,6 @@ void DeviceExchange::return_slot_values(const DeviceHandle& handle, std::span<co
   const int ctas = spinning_ctas(slot_values_return_kernel(q.shape.id_bytes), kRowThreads, 0, tuning_.value_ctas);
   launch_slot_values_return(q, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_slot_values_return");
-}
-
-void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
-                             cudaStream_t stream) const {
-  permute_part(handle, dtype, rows, y, kPermuteAll, stream);
-}
-void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y,
-                                 cudaStream_t stream) const {
-  permute_part(handle, dtype, x, y, kPermuteOwn, stream);
-}
-void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
-                                    cudaStream_t stream) const {
-  permute_part(handle, dtype, rows, y, kPermuteOthers, stream);
-}
-
-void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> rows,
-                                      std::span<const DeviceRows> y, cudaStream_t stream) const {
-  check_rows("permute_arriving: x", x, num_ranks(), config_.H, size_bytes(dtype));
-  check_rows("permute_arriving: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
-  check_rows("permute_arriving: y", y, num_ranks(), config_.H, size_bytes(dtype));
-  const std::int64_t row_stride = rows[0].stride == 0 ? config_.H : rows[0].stride;
-  WB_CHECK((x[0].stride == 0 ? config_.H : x[0].stride) == row_stride, "permute_arriving: x and rows need one stride, got {} and {}", x[0].stride, row_stride);
-  // They wait for dispatch_chunks() of all ranks, this one's included: its CTAs need SMs that these leave alone.
-  const int left = (num_sms_ - chunk_ctas(static_cast<int>(config_.H * static_cast<std::int64_t>(size_bytes(dtype)))) * num_ranks()) / num_ranks();
-  WB_CHECK(supports_chunks() && left >= 1, "permute_arriving needs what dispatch_chunks() needs, and an SM beside it: {} ranks on {} SMs", num_ranks(), num_sms_);
-  ExchangeParams q = with(handle);
-  for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].b = x[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{row_stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, kPermuteArriving};
-  const int ctas = tuning_.arriving_ctas > 0 ? std::min(tuning_.arriving_ctas, left) : left;
-  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), ctas, false, stream);
-  check_launch("exchange_permute_arriving");
-}
-
-void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
-                                  cudaStream_t stream) const {
-  check_rows("permute: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
-  check_rows("permute: y", y, num_ranks(), config_.H, size_bytes(dtype));
-  ExchangeParams q = with(handle);
-  for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{
-      rows[0].stride == 0 ? config_.H : rows[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, part};
-  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), local_ctas(), tuning_.overlap_launches, stream);
-  check_launch("exchange_permute");
-}
-
-void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype,
-                                      std::span<const DeviceRows> z, bool z_in_window, cudaStream_t stream) const {
-  const RowType from = row_type("unpermute_reduce: y", dtype), to = row_type("unpermute_reduce: z", z_dtype);
-  check_rows("unpermute_reduce: y", y, num_ranks(), config_.H, size_bytes(dtype));
-  check_rows("unpermute_reduce: z", z, num_ranks(), config_.H, size_bytes(z_dtype));
-  ExchangeParams q = with(handle);
-  for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = z[i].data;
-  const RowsArgs args{z[0].stride == 0 ? config_.H : z[0].stride,
-                      y[0].stride == 0 ? config_.H : y[0].stride,
-                      static_cast<std::int32_t>(config_.H),
-                      weighted ? 1 : 0,
-                      z_in_window ? 1 : 0,
-                      0};
-  if ((tuning_.reduce == ReducePath::kAuto || tuning_.reduce == ReducePath::kBulk) && ring_holds_slots()) {
-    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuning_.reduce_stages, 1, 6), tuning_.overlap_launches, stream);
-    return check_launch("exchange_unpermute_bulk");
-  }
-  launch_unpermute_reduce(q, args, from, to, local_ctas(1), tuning_.overlap_launches, stream);
-  check_launch("exchange_unpermute_reduce");
-}
-
-void DeviceExchange::unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype,
-                                        std::span<const DeviceRows> dz, std::span<const DeviceRows> dy, std::span<float* const> d_weights,
-                                        cudaStream_t stream) const {
-  const RowType from = row_type("unpermute_backward: y", dtype), gradient = row_type("unpermute_backward: dz", dz_dtype);
-  const auto count = static_cast<std::size_t>(num_ranks());
-  WB_CHECK(d_weights.empty() || d_weights.size() == count, "unpermute_backward: {} ranks of this launch, got {} d_weights", count, d_weights.size());
-  check_rows("unpermute_backward: dz", dz, num_ranks(), config_.H, size_bytes(dz_dtype));
-  check_rows("unpermute_backward: dy", dy, num_ranks(), config_.H, size_bytes(dtype));
-  if (!d_weights.empty()) check_rows("unpermute_backward: y", y, num_ranks(), config_.H, size_bytes(dtype));
-  ExchangeParams q = with(handle);
-  for (std::size_t i = 0; i < count; ++i) {
-    q.call[i].a = d_weights.empty() ? nullptr : y[i].data, q.call[i].b = dz[i].data, q.call[i].c = dy[i].data;
-    q.call[i].d = d_weights.empty() ? nullptr : d_weights[i];
-  }
-  const RowsArgs args{
-      dz[0].stride == 0 ? config_.H : dz[0].stride, dy[0].stride == 0 ? config_.H : dy[0].stride, static_cast<std::int32_t>(config_.H), weighted ? 1 : 0, 0, 0};
-  launch_unpermute_backward(q, args, from, gradient, local_ctas(), tuning_.overlap_launches, stream);
-  check_launch("exchange_unpermute_backward");
 }
 
 template <class T>

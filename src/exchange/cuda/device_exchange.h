@@ -113,7 +113,8 @@ class DeviceExchange {
   void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales, bool after_plan,
                 cudaStream_t stream) const;
   // The same in chunks of tokens, for permute_arriving(): rows of other ranks only; f32, bf16 or f8 without scales; supports_chunks().
-  void dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan, cudaStream_t stream) const;
+  void dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
+                       cudaStream_t stream) const;
   bool supports_chunks() const;  // sm_90, and few enough ranks in this launch
   // The same by pull, for comparison: x lies in a window of [T_max, H]. Needs layout().
   void dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const;
@@ -170,7 +171,7 @@ class DeviceExchange {
   ExchangeParams with(const DeviceHandle& handle) const;
   int spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const;
   int dispatch_ctas(int row_bytes) const;
-  int chunk_ctas(int row_bytes) const;
+  int chunk_ctas() const;
   bool ring_holds_slots() const;
   void queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const;
   int local_ctas(int per_sm = 2) const;

@@ -37,7 +37,16 @@ enum ExchangeSignal : int {
 inline constexpr int kExchangePhase = 100;
 
 // Kernels whose last CTA does something.
-enum ExchangeTicket : int { kTicketPlanCount = 0, kTicketPlanFill, kTicketLayoutScan, kTicketDispatch, kTicketCombine, kTicketValues, kTicketArriving, kNumExchangeTickets };
+enum ExchangeTicket : int {
+  kTicketPlanCount = 0,
+  kTicketPlanFill,
+  kTicketLayoutScan,
+  kTicketDispatch,
+  kTicketCombine,
+  kTicketValues,
+  kTicketArriving,
+  kNumExchangeTickets
+};
 
 // What becomes usable chunk by chunk: rows of 2^chunk_shift tokens (dispatch), or as many partials of one source (reduce_and_combine).
 enum ChunkKind : int { kChunkRows = 0, kChunkPartials, kNumChunkKinds };
@@ -45,9 +54,9 @@ inline constexpr int kMaxChunks = 16;
 
 // At ExchangeShape::control of every arena. Flags are written by peers, the rest by the rank itself.
 struct ExchangeControl {
-  std::uint32_t flag[kNumExchangeSignals][kMaxDevicePeers];  // [signal][source]: the source's epoch
-  std::uint32_t epoch[kNumExchangeSignals];                  // what this rank has posted
-  std::uint32_t ticket[kNumExchangeTickets];                 // zero between launches
+  std::uint32_t flag[kNumExchangeSignals][kMaxDevicePeers];               // [signal][source]: the source's epoch
+  std::uint32_t epoch[kNumExchangeSignals];                               // what this rank has posted
+  std::uint32_t ticket[kNumExchangeTickets];                              // zero between launches
   std::uint32_t chunk_flag[kNumChunkKinds][kMaxDevicePeers][kMaxChunks];  // [kind][rank that made it]: written by it, an epoch
   std::uint32_t chunk_done[kNumChunkKinds][kMaxDevicePeers][kMaxChunks];  // own: parts of a chunk that are there, zero between launches
 };

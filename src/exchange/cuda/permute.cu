@@ -46,8 +46,8 @@ struct ArrivingRows {
 
 // The pieces of one row, from `from` to each of its slots. False: its chunk did not come.
 template <class Ahead>
-__device__ __forceinline__ void move_row(const RankCall& call, const ExchangeShape& shape, const unsigned char* from, unsigned char* y, std::int64_t slot_stride,
-                                         int row_bytes, int at, const Ahead& row, const RowSlots& first_slots, int begin, int end) {
+__device__ __forceinline__ void move_row(const RankCall& call, const ExchangeShape& shape, const unsigned char* from, unsigned char* y,
+                                         std::int64_t slot_stride, int row_bytes, int at, const Ahead& row, const RowSlots& first_slots, int begin, int end) {
   uint4 v[kVectors] = {};
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {

@@ -29,9 +29,7 @@ struct RowsByChunk {
     const int s = source(order), row = offsets[s] + (chunk(order) << shift) + (order & ((1 << shift) - 1));
     return row < offsets[s + 1] ? row : -1;
   }
-  __device__ __forceinline__ int rows_in(int source, int chunk) const {
-    return min(1 << shift, offsets[source + 1] - offsets[source] - (chunk << shift));
-  }
+  __device__ __forceinline__ int rows_in(int source, int chunk) const { return min(1 << shift, offsets[source + 1] - offsets[source] - (chunk << shift)); }
 };
 
 // Bounds of a row are read three items ahead of their use, positions two, weights one.
@@ -107,8 +105,8 @@ class SlotParts {
 template <class Order, bool kWeighted, class Finish>
 class SlotSums {
  public:
-  __device__ __forceinline__ SlotSums(const ExchangeShape& shape, const RankCall& call, const Order& order, const RowItems& items, void* z,
-                                      std::int64_t stride, const Finish& finish)
+  __device__ __forceinline__ SlotSums(const ExchangeShape& shape, const RankCall& call, const Order& order, const RowItems& items, void* z, std::int64_t stride,
+                                      const Finish& finish)
       : ahead_(shape, call, order, items), order_(order), z_(z), stride_(stride), finish_(finish) {}
   __device__ __forceinline__ int take(const RowItems& items, int item) {
     ahead_.take(items, item);

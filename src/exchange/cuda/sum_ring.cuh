@@ -43,8 +43,8 @@ inline std::size_t ring_smem(int warps, int stages) { return static_cast<std::si
 
 // Where the loads of a warp stand. The same in every lane but for `row`.
 struct RingCursor {
-  int item, piece, end;         // next item; piece and last piece of the item whose parts are being loaded
-  int num, d;                   // parts of that item, and how many of this `piece` are on their way
+  int item, piece, end;  // next item; piece and last piece of the item whose parts are being loaded
+  int num, d;            // parts of that item, and how many of this `piece` are on their way
   int stage;
   int lost_from;                // items from here on have no parts: a peer was lost
   const unsigned char* row[2];  // lane d: parts d and d + 32 of that item

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps of DeviceExchange between rows and expert order.
+#include <algorithm>
+
+#include "core/cuda/cuda_error.h"
+#include "exchange/cuda/device_rows.h"
+
+namespace waybill::cuda {
+
+void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
+                             cudaStream_t stream) const {
+  permute_part(handle, dtype, rows, y, kPermuteAll, stream);
+}
+void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y,
+                                 cudaStream_t stream) const {
+  permute_part(handle, dtype, x, y, kPermuteOwn, stream);
+}
+void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
+                                    cudaStream_t stream) const {
+  permute_part(handle, dtype, rows, y, kPermuteOthers, stream);
+}
+
+void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> rows,
+                                      std::span<const DeviceRows> y, cudaStream_t stream) const {
+  check_rows("permute_arriving: x", x, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("permute_arriving: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("permute_arriving: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  const std::int64_t row_stride = rows[0].stride == 0 ? config_.H : rows[0].stride;
+  WB_CHECK((x[0].stride == 0 ? config_.H : x[0].stride) == row_stride, "permute_arriving: x and rows need one stride, got {} and {}", x[0].stride, row_stride);
+  // They wait for dispatch_chunks() of all ranks, this one's included: its CTAs need SMs that these leave alone.
+  const int left = (num_sms_ - chunk_ctas() * num_ranks()) / num_ranks();
+  WB_CHECK(supports_chunks() && left >= 1, "permute_arriving needs what dispatch_chunks() needs, and an SM beside it: {} ranks on {} SMs", num_ranks(),
+           num_sms_);
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].b = x[i].data, q.call[i].c = y[i].data;
+  const RowsArgs args{row_stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, kPermuteArriving};
+  const int ctas = tuning_.arriving_ctas > 0 ? std::min(tuning_.arriving_ctas, left) : left;
+  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), ctas, false, stream);
+  check_launch("exchange_permute_arriving");
+}
+
+void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
+                                  cudaStream_t stream) const {
+  check_rows("permute: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("permute: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
+  const RowsArgs args{
+      rows[0].stride == 0 ? config_.H : rows[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, part};
+  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), local_ctas(), tuning_.overlap_launches, stream);
+  check_launch("exchange_permute");
+}
+
+void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype,
+                                      std::span<const DeviceRows> z, bool z_in_window, cudaStream_t stream) const {
+  const RowType from = row_type("unpermute_reduce: y", dtype), to = row_type("unpermute_reduce: z", z_dtype);
+  check_rows("unpermute_reduce: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  check_rows("unpermute_reduce: z", z, num_ranks(), config_.H, size_bytes(z_dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = z[i].data;
+  const RowsArgs args{z[0].stride == 0 ? config_.H : z[0].stride,
+                      y[0].stride == 0 ? config_.H : y[0].stride,
+                      static_cast<std::int32_t>(config_.H),
+                      weighted ? 1 : 0,
+                      z_in_window ? 1 : 0,
+                      0};
+  if ((tuning_.reduce == ReducePath::kAuto || tuning_.reduce == ReducePath::kBulk) && ring_holds_slots()) {
+    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuning_.reduce_stages, 1, 6), tuning_.overlap_launches, stream);
+    return check_launch("exchange_unpermute_bulk");
+  }
+  launch_unpermute_reduce(q, args, from, to, local_ctas(1), tuning_.overlap_launches, stream);
+  check_launch("exchange_unpermute_reduce");
+}
+
+void DeviceExchange::unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype,
+                                        std::span<const DeviceRows> dz, std::span<const DeviceRows> dy, std::span<float* const> d_weights,
+                                        cudaStream_t stream) const {
+  const RowType from = row_type("unpermute_backward: y", dtype), gradient = row_type("unpermute_backward: dz", dz_dtype);
+  const auto count = static_cast<std::size_t>(num_ranks());
+  WB_CHECK(d_weights.empty() || d_weights.size() == count, "unpermute_backward: {} ranks of this launch, got {} d_weights", count, d_weights.size());
+  check_rows("unpermute_backward: dz", dz, num_ranks(), config_.H, size_bytes(dz_dtype));
+  check_rows("unpermute_backward: dy", dy, num_ranks(), config_.H, size_bytes(dtype));
+  if (!d_weights.empty()) check_rows("unpermute_backward: y", y, num_ranks(), config_.H, size_bytes(dtype));
+  ExchangeParams q = with(handle);
+  for (std::size_t i = 0; i < count; ++i) {
+    q.call[i].a = d_weights.empty() ? nullptr : y[i].data, q.call[i].b = dz[i].data, q.call[i].c = dy[i].data;
+    q.call[i].d = d_weights.empty() ? nullptr : d_weights[i];
+  }
+  const RowsArgs args{
+      dz[0].stride == 0 ? config_.H : dz[0].stride, dy[0].stride == 0 ? config_.H : dy[0].stride, static_cast<std::int32_t>(config_.H), weighted ? 1 : 0, 0, 0};
+  launch_unpermute_backward(q, args, from, gradient, local_ctas(), tuning_.overlap_launches, stream);
+  check_launch("exchange_unpermute_backward");
+}
+
+}  // namespace waybill::cuda
