@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lines of the module benchmark: a table on the terminal, records as JSON lines.
+#pragma once
+
+#include <array>
+#include <cstdio>
+#include <string>
+
+#include "bench/cuda/moe/runner.h"
+
+namespace waybill::cuda::moe_bench {
+
+struct Row {
+  std::string variant;  // "sparse captured", "dense-map + local slice eager", ...
+  bool captured = false;
+  StepTimes times;
+  int host_waits = 0;
+  std::size_t bytes = 0, predicted_bytes = 0;  // device memory of the stack with x, d_out, out, dx; 0: not known
+  std::int64_t computed_rows = 0, dropped = 0;
+  double error = 0;  // the largest relative norm of the check
+  std::array<double, kNumPhases> phases{};  // microseconds, of eager steps; all 0: not measured
+};
+
+class Report {
+ public:
+  explicit Report(const std::string& path);
+  ~Report();
+  Report(const Report&) = delete;
+  Report& operator=(const Report&) = delete;
+  void add(const Problem& problem, const Row& row, double dense_tflops);
+  void add_rate(const std::string& name, double value, const std::string& unit);
+
+ private:
+  std::FILE* file_;
+};
+
+// Share of planning, dispatch and combine in the phases' time. Combine holds the local sum of a token's rows, dispatch the waits for the other ranks.
+double communication_share(const std::array<double, kNumPhases>& phases);
+
+}  // namespace waybill::cuda::moe_bench

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/cuda/moe/runner.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "core/cuda/cuda_error.h"
+#include "cuda/gemm_spin.h"
+
+namespace waybill::cuda::moe_bench {
+namespace {
+
+constexpr int kLineUpPhase = 320;
+constexpr std::size_t kMaxMarks = 64;
+
+std::size_t free_bytes(int device) {
+  const DeviceGuard guard(device);
+  std::size_t free = 0, total = 0;
+  WB_TRY_CUDA(cudaMemGetInfo(&free, &total));
+  return free;
+}
+
+}  // namespace
+
+Team::Team(std::size_t size) {
+  for (std::size_t i = 0; i < size; ++i) threads_.emplace_back([this, i] { work(i); });
+}
+
+Team::~Team() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  start_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Team::work(std::size_t index) {
+  std::uint64_t seen = 0;
+  for (;;) {
+    std::unique_lock lock(mutex_);
+    start_.wait(lock, [&] { return stop_ || round_ != seen; });
+    if (stop_) return;
+    seen = round_;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      body_(index);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (error && !error_) error_ = error;
+    if (--pending_ == 0) done_.notify_all();
+  }
+}
+
+void Team::run(const std::function<void(std::size_t)>& body) {
+  std::unique_lock lock(mutex_);
+  body_ = body, error_ = nullptr, pending_ = threads_.size(), ++round_;
+  start_.notify_all();
+  done_.wait(lock, [&] { return pending_ == 0; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+Runner::Runner(const StackOptions& options, Problem& problem) : problem_(problem), team_(problem.devices().size()) {
+  for (const int device : problem.devices()) free_before_.push_back(free_bytes(device));
+  group_ = std::make_unique<CudaLocalGroup>(problem.P(), problem.devices(), arena_bytes(options, problem));
+  // One after the other: windows are booked in one order on every rank.
+  for (const int device : problem.devices()) {
+    const DeviceGuard guard(device);
+    gpus_.push_back(std::make_unique<Gpu>(device));
+    Gpu& gpu = *gpus_.back();
+    gpu.ranks = local_ranks(*group_, device);
+    for (std::size_t i = 0; i < kMaxMarks; ++i) gpu.events.push_back(std::make_unique<CudaEvent>());
+  }
+  for (auto& gpu : gpus_) {
+    const DeviceGuard guard(gpu->device);
+    gpu->stack = make_stack(options, problem, *group_, gpu->device, [this, g = gpu.get()](Phase phase, cudaStream_t stream) { mark(*g, phase, stream); });
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+  }
+}
+
+Runner::~Runner() {
+  for (auto& gpu : gpus_) {
+    const DeviceGuard guard(gpu->device);
+    (void)cudaDeviceSynchronize();
+    gpu->graph = GraphExec();
+    gpu->stack.reset();
+  }
+}
+
+void Runner::mark(Gpu& gpu, Phase phase, cudaStream_t stream) {
+  if (!gpu.recording || gpu.marks.size() >= kMaxMarks) return;
+  gpu.events[gpu.marks.size()]->record(stream);
+  gpu.marks.push_back({phase, gpu.in_backward});
+}
+
+void Runner::check() {
+  const std::string waits = group_->first_error();
+  WB_CHECK(waits.empty(), "{}", waits);
+  for (auto& gpu : gpus_) {
+    const DeviceGuard guard(gpu->device);
+    const std::string fault = gpu->stack->fault(gpu->stream);
+    WB_CHECK(fault.empty(), "{}", fault);
+  }
+}
+
+void Runner::note_memory() {
+  for (std::size_t d = 0; d < gpus_.size(); ++d) {
+    const std::size_t now = free_bytes(gpus_[d]->device);
+    used_bytes_ = std::max(used_bytes_, free_before_[d] > now ? free_before_[d] - now : 0);
+  }
+}
+
+void Runner::step() {
+  team_.run([&](std::size_t d) {
+    Gpu& gpu = *gpus_[d];
+    const DeviceGuard guard(gpu.device);
+    gpu.stack->forward(gpu.stream), gpu.stack->backward(gpu.stream);
+    gpu.stream.synchronize();
+  });
+  check();
+  note_memory();
+}
+
+void Runner::capture() {
+  for (auto& gpu : gpus_) {
+    const DeviceGuard guard(gpu->device);
+    gpu->graph = GraphExec::capture(gpu->stream, [&](cudaStream_t s) { gpu->stack->forward(s), gpu->stack->backward(s); });
+  }
+  note_memory();
+}
+
+StepTimes Runner::time(bool captured, int iterations) {
+  constexpr int kWarm = 3;
+  std::vector<double> us;
+  for (int i = 0; i < iterations + kWarm; ++i) {
+    team_.run([&](std::size_t d) {
+      Gpu& gpu = *gpus_[d];
+      const DeviceGuard guard(gpu.device);
+      launch_group_barrier_kernel(gpu.ranks, kLineUpPhase, 1, gpu.stream);  // the threads do not start at one instant
+      gpu.from.record(gpu.stream);
+      if (captured) {
+        gpu.graph.launch(gpu.stream);
+      } else {
+        gpu.stack->forward(gpu.stream), gpu.stack->backward(gpu.stream);
+      }
+      gpu.to.record(gpu.stream);
+      gpu.to.synchronize();
+      gpu.us = static_cast<double>(gpu.to.elapsed_us_since(gpu.from));
+    });
+    double slowest = 0;
+    for (const auto& gpu : gpus_) slowest = std::max(slowest, gpu->us);
+    if (i >= kWarm) us.push_back(slowest);
+  }
+  check();
+  std::sort(us.begin(), us.end());
+  const auto at = [&](double q) { return us[static_cast<std::size_t>(q * static_cast<double>(us.size() - 1) + 0.5)]; };
+  return {at(0.5), at(0.1), at(0.9), at(0.99), iterations};
+}
+
+std::vector<PhaseSpan> Runner::phases(int repeats, std::array<double, kNumPhases>& sums) {
+  std::vector<PhaseSpan> spans;
+  sums.fill(0);
+  for (int i = 0; i < repeats; ++i) {
+    team_.run([&](std::size_t d) {
+      Gpu& gpu = *gpus_[d];
+      const DeviceGuard guard(gpu.device);
+      spin(3, gpu.stream);  // the host queues ahead
+      launch_group_barrier_kernel(gpu.ranks, kLineUpPhase, 1, gpu.stream);
+      gpu.marks.clear(), gpu.recording = true, gpu.in_backward = false;
+      gpu.stack->forward(gpu.stream);
+      gpu.in_backward = true;
+      gpu.stack->backward(gpu.stream);
+      gpu.recording = false;
+      gpu.stream.synchronize();
+    });
+    spans.clear();
+    for (const auto& gpu : gpus_) {
+      for (std::size_t m = 0; m + 1 < gpu->marks.size(); ++m) {
+        const double us = std::max(0.0, static_cast<double>(gpu->events[m + 1]->elapsed_us_since(*gpu->events[m])));
+        spans.push_back({gpu->marks[m].phase, gpu->marks[m].is_backward, gpu->device, static_cast<double>(gpu->events[m]->elapsed_us_since(*gpu->events[0])), us});
+        sums[static_cast<std::size_t>(gpu->marks[m].phase)] += us / repeats / static_cast<double>(gpus_.size());
+      }
+    }
+  }
+  check();
+  return spans;
+}
+
+std::int64_t Runner::dropped() {
+  std::int64_t sum = 0;
+  for (auto& gpu : gpus_) {
+    const DeviceGuard guard(gpu->device);
+    sum += gpu->stack->dropped(gpu->stream);
+  }
+  return sum;
+}
+
+void write_trace(const std::string& path, const std::string& title, const std::vector<PhaseSpan>& spans) {
+  std::FILE* file = std::fopen(path.c_str(), "w");
+  WB_CHECK(file != nullptr, "cannot write {}", path);
+  fmt::print(file, "{{\"displayTimeUnit\":\"ns\",\"otherData\":{{\"title\":\"{}\"}},\"traceEvents\":[\n", title);
+  std::vector<int> devices;
+  for (const PhaseSpan& s : spans) {
+    if (std::find(devices.begin(), devices.end(), s.device) == devices.end()) devices.push_back(s.device);
+  }
+  for (const int device : devices) {
+    fmt::print(file, "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"tid\":0,\"args\":{{\"name\":\"GPU {0}\"}}}},\n", device);
+  }
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    const PhaseSpan& s = spans[i];
+    fmt::print(file, "{{\"ph\":\"X\",\"name\":\"{}\",\"cat\":\"{}\",\"pid\":{},\"tid\":0,\"ts\":{:.3f},\"dur\":{:.3f}}}{}\n", to_string(s.phase),
+               s.is_backward ? "backward" : "forward", s.device, s.begin_us, s.us, i + 1 < spans.size() ? "," : "");
+  }
+  fmt::print(file, "]}}\n");
+  std::fclose(file);
+}
+
+}  // namespace waybill::cuda::moe_bench

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matched module benchmark: one MoE layer, forward and backward in bf16, by several designs on the same GPUs, parameters, rows and routes. Every stack's
+// results are compared before it is timed; a difference ends the program. Prints a table, writes records as JSON lines.
+//   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--load natural,W0,...] [--ablation] [--iterations N] [--ranks P] [--factor F]
+//                  [--shapes FILE] [--trace FILE]
+//     --stack     of sparse, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from dense-map to sparse
+//     --ranks     2 by default: one on each of two GPUs, or virtual ranks of one
+//     --factor    receive_factor of sparse and dense-map, 1.25 by default; loads other than natural get what their hottest rank needs, and 5%
+//     --trace     phases of one step of the sparse stack as a Chrome trace (Perfetto)
+// Times: eager, with a host thread a GPU (host work is in them), and as replays of one graph where a stack has no host wait; behind a barrier of the GPUs,
+// the slower GPU's; the median of 160 steps. Phases: events between the phases of eager steps in which the host has queued ahead.
+#include <cstdlib>
+#include <sstream>
+
+#include "bench/cuda/gemm_anchor.h"
+#include "bench/cuda/moe/check.h"
+#include "bench/cuda/moe/report.h"
+#include "core/cuda/cuda_error.h"
+#include "ops/activation/cuda/activation_cuda.h"
+#include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/router/cuda/router_cuda.h"
+
+namespace waybill::cuda::moe_bench {
+namespace {
+
+constexpr double kOracleBound = 2e-2, kStackBound = 2e-2;
+
+struct Options {
+  std::string path = "moe.jsonl", shapes_file = "bench/shapes/moe.toml", trace;
+  std::vector<std::string> shapes{"deepseek-v3-slice", "qwen3-30b-a3b", "sparser-ep72", "proxy-512", "sparser-2304"};
+  std::vector<std::string> stacks{"sparse", "dense-map", "padded", "capacity", "loop"};
+  std::vector<std::string> loads{"natural"};
+  bool ablation = false;
+  int iterations = 160, ranks = 2;
+  double factor = 1.25;
+};
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
+}
+
+Options parse(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto value = [&] {
+      WB_CHECK(i + 1 < argc, "{} needs a value", name);
+      return std::string(argv[++i]);
+    };
+    if (name == "--ablation") o.ablation = true;
+    else if (name == "--shape") o.shapes = split(value());
+    else if (name == "--stack") o.stacks = split(value());
+    else if (name == "--load") o.loads = split(value());
+    else if (name == "--iterations") o.iterations = std::stoi(value());
+    else if (name == "--ranks") o.ranks = std::stoi(value());
+    else if (name == "--factor") o.factor = std::stod(value());
+    else if (name == "--shapes") o.shapes_file = value();
+    else if (name == "--trace") o.trace = value();
+    else if (name[0] == '-') WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", name);
+    else o.path = name;
+  }
+  return o;
+}
+
+struct Design {
+  std::string label;
+  StackOptions options;
+};
+
+std::vector<Design> designs_of(const Options& o, bool natural) {
+  std::vector<Design> list;
+  const auto add = [&](const std::string& label, const std::string& kind, MapChange change, bool permute) {
+    Design d{label, {}};
+    d.options.kind = kind, d.options.change = change, d.options.permute = permute;
+    list.push_back(d);
+  };
+  for (const std::string& stack : o.stacks) {
+    if (stack != "sparse") add(stack, stack, MapChange::kNone, false);  // sparse comes first, by itself
+  }
+  if (!o.ablation) return list;
+  if (natural) add("dense-map + fast top-k", "dense-map", MapChange::kFastTopK, false);
+  add("dense-map + compact routes", "dense-map", MapChange::kCompactRoutes, false);
+  add("dense-map + local slice", "dense-map", MapChange::kLocalSlice, false);
+  add("sparse, rows copied", "sparse", MapChange::kRowLists, true);
+  return list;
+}
+
+class Comparison {
+ public:
+  Comparison(const Options& options, Report& report, double dense) : options_(options), report_(report), dense_(dense) {}
+
+  void run(const Shape& shape, const std::vector<int>& devices, const std::string& load) {
+    Problem problem(shape, options_.ranks, devices, load);
+    std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.E));
+    double factor = options_.factor;
+    if (load != "natural") {  // ids are known
+      count_ids(problem, counts);
+      problem.set_counts(counts);
+      const double mean = static_cast<double>(problem.T_max() * shape.K);
+      factor = std::max(factor, 1.05 * static_cast<double>(problem.hottest_rank_rows()) / mean);
+    }
+    fmt::print("{} T{} H{} F{} E{} K{}, {} ranks on {} GPUs, load {}, receive_factor {:.2f}\n", shape.name, shape.T, shape.H, shape.F, shape.E, shape.K,
+               problem.P(), devices.size(), load, factor);
+    Results reference(problem);
+    StackOptions sparse;
+    sparse.receive_factor = factor;
+    first(problem, sparse, reference);
+    for (Design design : designs_of(options_, load == "natural")) {
+      design.options.receive_factor = factor;
+      poison_results(problem);
+      Runner runner(design.options, problem);
+      runner.step();
+      std::vector<const std::int32_t*> places;
+      for (std::size_t d = 0; d < runner.num_gpus(); ++d) {
+        for (std::size_t i = 0; i < problem.on(devices[d]).size(); ++i) places.push_back(runner.stack(d).places(static_cast<int>(i)));
+      }
+      if (runner.dropped() == 0) places.clear();
+      double error = 0;
+      const std::string difference = reference.compare(problem, places, kStackBound, error);
+      WB_CHECK(difference.empty(), "{}: {}; not timed", design.label, difference);
+      measure(problem, design, runner, error);
+    }
+  }
+
+ private:
+  static void count_ids(Problem& problem, std::vector<std::int64_t>& counts) {
+    for (int r = 0; r < problem.P(); ++r) {
+      std::vector<std::int16_t> ids(static_cast<std::size_t>(problem.rank(r).ids.size()));
+      WB_TRY_CUDA(cudaMemcpy(ids.data(), problem.rank(r).ids.data, ids.size() * 2, cudaMemcpyDeviceToHost));
+      for (const std::int16_t id : ids) {
+        if (id >= 0) ++counts[static_cast<std::size_t>(id)];
+      }
+    }
+  }
+
+  // The sparse stack, against the dense loop in double: its results are what the others are compared with.
+  void first(Problem& problem, const StackOptions& options, Results& reference) {
+    poison_results(problem);
+    Runner runner(options, problem);
+    runner.step();
+    std::vector<std::int64_t> counts(static_cast<std::size_t>(problem.shape().E));
+    for (std::size_t d = 0; d < runner.num_gpus(); ++d) {
+      const DeviceGuard guard(problem.devices()[d]);
+      runner.stack(d).add_counts(counts, runner.stream(d));
+    }
+    WB_CHECK(problem.counts().empty() || problem.counts() == counts, "the sparse stack's routes are not the load's");
+    problem.set_counts(counts);
+    double error = 0;
+    for (int r = 0; r < problem.P(); ++r) {
+      if (problem.rank(r).T == 0) continue;
+      const DeviceGuard guard(problem.rank(r).device);
+      const std::int64_t token = r % 2 == 0 ? 0 : problem.rank(r).T - 1;
+      const TokenErrors e = check_token(problem, r, token);
+      WB_CHECK(e.out < kOracleBound && e.dx < kOracleBound, "sparse: token {} of rank {} differs from the dense loop in double: out {:.2e}, dx {:.2e}", token, r,
+               e.out, e.dx);
+      error = std::max({error, e.out, e.dx});
+    }
+    reference.keep(problem);
+    fmt::print("  sparse equals the dense loop in double on a token of every rank to {:.1e}; the other stacks equal sparse (relative norm {:.0e})\n", error,
+               kStackBound);
+    Design design{"sparse", options};
+    if (is_wanted("sparse")) measure(problem, design, runner, error);
+  }
+
+  bool is_wanted(const std::string& stack) const { return std::find(options_.stacks.begin(), options_.stacks.end(), stack) != options_.stacks.end(); }
+
+  void measure(Problem& problem, const Design& design, Runner& runner, double error) {
+    Row row;
+    row.error = error, row.host_waits = runner.stack(0).host_waits(), row.dropped = runner.dropped();
+    row.computed_rows = runner.stack(0).computed_rows();
+    const std::vector<PhaseSpan> spans = runner.phases(5, row.phases);
+    // One design at a time is far from others in speed only where it launches a kernel an expert: fewer steps there.
+    const int iterations = design.options.kind == "loop" ? std::max(8, options_.iterations / 8) : options_.iterations;
+    std::size_t inputs = 0;
+    for (int r = 0; r < problem.P(); ++r) inputs = std::max(inputs, problem.activation_bytes(r));
+    if (row.host_waits == 0) {
+      runner.capture();
+      row.times = runner.time(true, iterations), row.captured = true, row.variant = design.label + " captured";
+      row.bytes = runner.used_bytes() + inputs;
+      row.predicted_bytes = runner.stack(0).predicted_bytes() > 0 ? runner.stack(0).predicted_bytes() + inputs : 0;
+      report_.add(problem, row, dense_);
+    }
+    row.times = runner.time(false, iterations), row.captured = false, row.variant = design.label + " eager", row.bytes = runner.used_bytes() + inputs;
+    report_.add(problem, row, dense_);
+    if (design.options.kind == "sparse" && !options_.trace.empty()) write_trace(options_.trace, problem.shape().name, spans);
+  }
+
+  const Options& options_;
+  Report& report_;
+  double dense_;
+};
+
+int main_checked(int argc, char** argv) {
+  const Options options = parse(argc, argv);
+  register_router(), register_gemm(), register_activation();
+  int count = 0;
+  WB_TRY_CUDA(cudaGetDeviceCount(&count));
+  std::vector<int> devices{0};
+  if (count > 1 && options.ranks > 1) devices.push_back(1);
+  Report report(options.path);
+  double dense = 0;
+  {
+    Anchor anchor;
+    dense = anchor.tflops();
+    report.add_rate("cuBLASLt bf16 8192^3, bursts", dense, "TFLOP/s");
+  }
+  const std::vector<Shape> known = read_shapes(options.shapes_file);
+  Comparison comparison(options, report, dense);
+  for (const std::string& name : options.shapes) {
+    const auto shape = std::find_if(known.begin(), known.end(), [&](const Shape& s) { return s.name == name; });
+    WB_CHECK(shape != known.end(), "no shape {} in {}", name, options.shapes_file);
+    for (const std::string& load : options.loads) comparison.run(*shape, devices, load);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace waybill::cuda::moe_bench
+
+int main(int argc, char** argv) {
+  try {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
+    return waybill::cuda::moe_bench::main_checked(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_cuda_moe: %s\n", error.what());
+    return 1;
+  }
+}
