@@ -24,6 +24,10 @@ METHODS = {
     "targets and floors of operations are scaled to the dense rate of the run; peers are torch's, timed the same way in the same session",
     "fp8": "burst, as gemm; operands quantised before the clock starts (1 x 128, 128 x 128, 128 x 1, scales powers of two); targets and floors of "
     "operations are scaled to the dense E4M3 rate of the run; peers are torch's row-wise scaled products, timed the same way in the same session",
+    "moe": "one layer, forward + backward in bf16, two GPUs, one rank each; every stack's output and gradients are compared before it is timed (sparse with a dense "
+    "loop in double on a token of each rank, the others with sparse, torch with a dense fp32 layer); behind a barrier of the GPUs, the slower GPU's time, median; "
+    "captured: one graph a GPU and step; eager: a host thread (torch: a process) a GPU; TFLOP/s per GPU = 18 x routes / ranks x H x F / time; memory with x, "
+    "d_out, out and dx, without weights and their gradients; exchange: plan, dispatch and combine (torch: NCCL kernels), waits for the peer included",
     "quantize": "burst: after 15 ms of spinning 20 calls between two events, median of 5, over rotating buffers larger than the L2; floor: bytes over the "
     "rate of a plain device copy of the same shape in the same run; target: 0.85 of that rate",
 }
@@ -66,7 +70,7 @@ def main():
     parser.add_argument("--out", default=str(ROOT / "bench/results"))
     args = parser.parse_args()
     records = lines(args.records)
-    torch = ""
+    torch = next((r["torch_version"] for r in records if "torch_version" in r), "")
     for peer in lines(args.peers) if args.peers else []:
         torch = peer.get("torch_version", torch)
         for record in records:
@@ -74,7 +78,7 @@ def main():
             if (record["op"], record["case"]) == ((peer["op"], peer["case"]) if "op" in peer else ("router_fwd", peer["case"] + " f32")):
                 record["peers"] = peer["peers"]
     gpu = smi("name") or "unknown GPU"
-    count = num_gpus() if args.area == "exchange" else 1  # the other areas use one
+    count = num_gpus() if args.area in ("exchange", "moe") else 1  # the other areas use one
     gpu = f"{count}x {gpu}" if count > 1 else gpu
     cuda = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout or "")
     header = {
