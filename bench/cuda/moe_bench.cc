@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matched module benchmark: one MoE layer, forward and backward in bf16, by several designs on the same GPUs, parameters, rows and routes. Every stack's
-// results are compared before it is timed; a difference ends the program. Prints a table, writes records as JSON lines.
+// results are compared before it is timed; one that differs is not timed, and the exit code is 1. Prints a table, writes records as JSON lines.
 //   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--load natural,W0,...] [--ablation] [--iterations N] [--ranks P] [--factor F]
 //                  [--shapes FILE] [--trace FILE]
 //     --stack     of sparse, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from dense-map to sparse
@@ -110,22 +110,33 @@ class Comparison {
     first(problem, sparse, reference);
     for (Design design : designs_of(options_, load == "natural")) {
       design.options.receive_factor = factor;
-      poison_results(problem);
-      Runner runner(design.options, problem);
-      runner.step();
-      std::vector<const std::int32_t*> places;
-      for (std::size_t d = 0; d < runner.num_gpus(); ++d) {
-        for (std::size_t i = 0; i < problem.on(devices[d]).size(); ++i) places.push_back(runner.stack(d).places(static_cast<int>(i)));
+      try {
+        compare(problem, design, reference);
+      } catch (const Error& error) {  // the others may still run
+        fmt::print("  {}: FAILED: {}\n", design.label, error.what());
+        failed = true;
       }
-      if (runner.dropped() == 0) places.clear();
-      double error = 0;
-      const std::string difference = reference.compare(problem, places, kStackBound, error);
-      WB_CHECK(difference.empty(), "{}: {}; not timed", design.label, difference);
-      measure(problem, design, runner, error);
     }
   }
+  bool failed = false;
 
  private:
+  // One design: results first, then times.
+  void compare(Problem& problem, const Design& design, const Results& reference) {
+    poison_results(problem);
+    Runner runner(design.options, problem);
+    runner.step();
+    std::vector<const std::int32_t*> places;
+    for (std::size_t d = 0; d < runner.num_gpus(); ++d) {
+      for (std::size_t i = 0; i < problem.on(problem.devices()[d]).size(); ++i) places.push_back(runner.stack(d).places(static_cast<int>(i)));
+    }
+    if (runner.dropped() == 0) places.clear();
+    double error = 0;
+    const std::string difference = reference.compare(problem, places, kStackBound, error);
+    WB_CHECK(difference.empty(), "{}; not timed", difference);
+    measure(problem, design, runner, error);
+  }
+
   static void count_ids(Problem& problem, std::vector<std::int64_t>& counts) {
     for (int r = 0; r < problem.P(); ++r) {
       std::vector<std::int16_t> ids(static_cast<std::size_t>(problem.rank(r).ids.size()));
@@ -214,7 +225,7 @@ int main_checked(int argc, char** argv) {
     WB_CHECK(shape != known.end(), "no shape {} in {}", name, options.shapes_file);
     for (const std::string& load : options.loads) comparison.run(*shape, devices, load);
   }
-  return 0;
+  return comparison.failed ? 1 : 0;
 }
 
 }  // namespace
