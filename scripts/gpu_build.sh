@@ -43,6 +43,7 @@ declare -A sources=(
   [bench_cuda_quantize]="$core $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router src/balance/workload.cc bench/cuda/router_bench.cc"
   [test_cuda_moe]="$core $layer tests/cuda/moe_test.cc tests/cuda/main.cc"
+  [bench_cuda_moe]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/gemm_dense.cc $(ls bench/cuda/moe/*.cc bench/cuda/moe/*.cu) bench/cuda/moe_bench.cc"
   [bench_cuda_moe_phases]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/moe_phases.cc"
   [test_cuda_nccl]="$core $exchange $nccl tests/cuda/nccl_test.cc tests/cuda/nccl_main.cc"
   [bench_cuda_exchange]="$core $exchange $nccl src/balance/workload.cc bench/cuda/exchange_bench.cc"
