@@ -91,18 +91,17 @@ __global__ void __launch_bounds__(kThreads) slot_pull(const __grid_constant__ De
       }
     }
     for (int k0 = 0; k0 < s.K; k0 += 32) {
-      const int k = k0 + lane;
-      const int row = k < s.K ? place[t * s.K + k] : -1, rank = row >= 0 ? ids[t * s.K + k] / s.L : 0;
+      const int k = k0 + lane, row = k < s.K ? place[t * s.K + k] : -1;
+      const unsigned char* mine = row >= 0 ? peers.at<unsigned char>(ids[t * s.K + k] / s.L, from) + static_cast<std::int64_t>(row) * bytes : nullptr;
       for (int j0 = 0; j0 < min(32, s.K - k0); j0 += kBatch) {
         uint4 v[kBatch][kVectors];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
-          const int r = __shfl_sync(ptx::kFullWarp, row, (j0 + j) & 31), p = __shfl_sync(ptx::kFullWarp, rank, (j0 + j) & 31);
-          const unsigned char* source = peers.at<unsigned char>(p, from) + static_cast<std::int64_t>(r) * bytes;
+          const auto* source = reinterpret_cast<const unsigned char*>(__shfl_sync(ptx::kFullWarp, reinterpret_cast<unsigned long long>(mine), j0 + j));
 #pragma unroll
           for (int i = 0; i < kVectors; ++i) {
             v[j][i] = uint4{0, 0, 0, 0};
-            if (j0 + j < 32 && r >= 0 && at + i * 512 < bytes) v[j][i] = load_row(source + at + i * 512);
+            if (source != nullptr && at + i * 512 < bytes) v[j][i] = load_row(source + at + i * 512);
           }
         }
 #pragma unroll
