@@ -2,6 +2,9 @@
 // The MoE layer on GPUs against the layer on the CPU: outputs, every gradient, budgets, captured graphs.
 #include <gmock/gmock.h>
 
+#include <chrono>
+#include <thread>
+
 #include "cuda/moe_harness.h"
 
 namespace waybill::cuda {
@@ -260,6 +263,29 @@ TEST(MoeTwoGpus, AgreesWithTheLayerOnTheCpu) {
     check(gpu_config(16, 4, 100), even(P, 100), options, "two GPUs");
     check(gpu_config(32, 8, 256, 512, 320), even(P, 128), options, "two GPUs, larger");
   }
+}
+
+// Scratch of a stream is allocated in its first step and waits for the stream, which waits for the other rank: that must not keep the other GPU's thread
+// from queueing its part.
+TEST(MoeTwoGpus, AFirstStepDoesNotHoldUpTheOtherGpusThread) {
+  if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
+  const MoeConfig c = gpu_config(32, 8, 512, 1024, 640);
+  MoeGpuOptions options;
+  options.devices = {0, 1};
+  GpuMoe gpu(c, 2, bf16_weights(c, 41), options);
+  gpu.upload(bf16_batch(c, {512, 512}, 1));
+  std::thread late([&] {
+    const DeviceGuard guard(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    gpu.forward(1, gpu.stream(1)), gpu.backward(1, gpu.stream(1));
+  });
+  {
+    const DeviceGuard guard(0);
+    gpu.forward(0, gpu.stream(0)), gpu.backward(0, gpu.stream(0));
+  }
+  late.join();
+  for (const std::size_t d : {0, 1}) gpu.stream(d).synchronize();
+  EXPECT_EQ(gpu.first_error(), "");
 }
 
 TEST(MoeTwoGpus, CapturedStepsHaveTheBitsOfOneGpu) {

@@ -6,11 +6,11 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <tuple>
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream_map.h"
 
 namespace waybill::cuda {
 namespace {
@@ -133,10 +133,8 @@ class Plans {
 
 // One set a (device, stream): calls on a stream run in order and share its workspace.
 Plans& plans_of(int device, cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Plans>> all;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<Plans>& found = all[{device, stream}];
+  static StreamMap<std::unique_ptr<Plans>> all;
+  std::unique_ptr<Plans>& found = all.at(device, stream);
   if (found == nullptr) found = std::make_unique<Plans>(device);
   return *found;
 }

@@ -3,11 +3,11 @@
 
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <utility>
 
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/stream_map.h"
 
 namespace waybill::cuda {
 namespace {
@@ -70,15 +70,12 @@ void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap,
 }
 
 GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<GroupedScratch>> all;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<GroupedScratch>& found = all[{device, stream}];
-  if (found == nullptr) found = std::make_unique<GroupedScratch>();
-  grow(found->ticket, sizeof(std::uint32_t), true, device, stream);
-  grow(found->arrivals, tiles * 2 * sizeof(std::uint32_t), true, device, stream);
-  grow(found->partials, tiles * tile_floats * sizeof(float), false, device, stream);
-  return *found;
+  static StreamMap<GroupedScratch> all;
+  GroupedScratch& scratch = all.at(device, stream);
+  grow(scratch.ticket, sizeof(std::uint32_t), true, device, stream);
+  grow(scratch.arrivals, tiles * 2 * sizeof(std::uint32_t), true, device, stream);
+  grow(scratch.partials, tiles * tile_floats * sizeof(float), false, device, stream);
+  return scratch;
 }
 
 }  // namespace waybill::cuda

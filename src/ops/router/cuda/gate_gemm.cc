@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/router/cuda/gate_gemm.h"
 
-#include <map>
-#include <mutex>
-
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream_map.h"
 #include "ops/router/cuda/gate_split.h"
 
 namespace waybill::cuda {
@@ -14,10 +12,8 @@ namespace {
 
 // Room for the two halves of d_logits, one a (device, stream): calls on a stream run in order.
 std::byte* split_room(std::size_t bytes, int device, cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, DeviceBuffer> all;
-  const std::lock_guard lock(mutex);
-  DeviceBuffer& room = all[{device, stream}];
+  static StreamMap<DeviceBuffer> all;
+  DeviceBuffer& room = all.at(device, stream);
   if (room.bytes() < bytes) room = DeviceBuffer(bytes, device);
   return room.as<std::byte>();
 }

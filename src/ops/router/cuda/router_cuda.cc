@@ -9,6 +9,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream_map.h"
 #include "ops/router/cuda/gate_gemm.h"
 #include "ops/router/cuda/router_params.h"
 #include "ops/router/cuda/tuning.h"
@@ -77,10 +78,8 @@ RouterSumParams sum_scratch(Scratch& scratch, const RouterRows& rows, int partia
 }
 
 Scratch& scratch_of(int device, cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Scratch>> all;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<Scratch>& found = all[{device, stream}];
+  static StreamMap<std::unique_ptr<Scratch>> all;
+  std::unique_ptr<Scratch>& found = all.at(device, stream);
   if (found == nullptr) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
