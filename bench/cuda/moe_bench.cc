@@ -52,17 +52,28 @@ Options parse(int argc, char** argv) {
       WB_CHECK(i + 1 < argc, "{} needs a value", name);
       return std::string(argv[++i]);
     };
-    if (name == "--ablation") o.ablation = true;
-    else if (name == "--shape") o.shapes = split(value());
-    else if (name == "--stack") o.stacks = split(value());
-    else if (name == "--load") o.loads = split(value());
-    else if (name == "--iterations") o.iterations = std::stoi(value());
-    else if (name == "--ranks") o.ranks = std::stoi(value());
-    else if (name == "--factor") o.factor = std::stod(value());
-    else if (name == "--shapes") o.shapes_file = value();
-    else if (name == "--trace") o.trace = value();
-    else if (name[0] == '-') WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", name);
-    else o.path = name;
+    if (name == "--ablation")
+      o.ablation = true;
+    else if (name == "--shape")
+      o.shapes = split(value());
+    else if (name == "--stack")
+      o.stacks = split(value());
+    else if (name == "--load")
+      o.loads = split(value());
+    else if (name == "--iterations")
+      o.iterations = std::stoi(value());
+    else if (name == "--ranks")
+      o.ranks = std::stoi(value());
+    else if (name == "--factor")
+      o.factor = std::stod(value());
+    else if (name == "--shapes")
+      o.shapes_file = value();
+    else if (name == "--trace")
+      o.trace = value();
+    else if (name[0] == '-')
+      WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", name);
+    else
+      o.path = name;
   }
   return o;
 }
@@ -84,7 +95,8 @@ double sustained_dense_tflops() {
   events.back()->record(stream);
   stream.synchronize();
   std::vector<double> us;
-  for (int i = 0; i < kCalls; ++i) us.push_back(static_cast<double>(events[static_cast<std::size_t>(i) + 1]->elapsed_us_since(*events[static_cast<std::size_t>(i)])));
+  for (int i = 0; i < kCalls; ++i)
+    us.push_back(static_cast<double>(events[static_cast<std::size_t>(i) + 1]->elapsed_us_since(*events[static_cast<std::size_t>(i)])));
   std::sort(us.begin(), us.end());
   return 2.0 * static_cast<double>(kSize * kSize * kSize) / us[us.size() / 2] * 1e-6;
 }
@@ -189,8 +201,8 @@ class Comparison {
       const DeviceGuard guard(problem.rank(r).device);
       const std::int64_t token = r % 2 == 0 ? 0 : problem.rank(r).T - 1;
       const TokenErrors e = check_token(problem, r, token);
-      WB_CHECK(e.out < kOracleBound && e.dx < kOracleBound, "sparse: token {} of rank {} differs from the dense loop in double: out {:.2e}, dx {:.2e}", token, r,
-               e.out, e.dx);
+      WB_CHECK(e.out < kOracleBound && e.dx < kOracleBound, "sparse: token {} of rank {} differs from the dense loop in double: out {:.2e}, dx {:.2e}", token,
+               r, e.out, e.dx);
       error = std::max({error, e.out, e.dx});
     }
     reference.keep(problem);

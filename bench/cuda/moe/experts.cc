@@ -19,7 +19,8 @@ std::vector<Experts::Part> Experts::parts(const ExpertRows& rows, const std::vec
   if (one_by_one == nullptr) return {{0, L_, 0, rows.capacity}};
   std::vector<Part> list;
   std::int64_t begin = 0;
-  for (std::int64_t e = 0; e < L_; begin += (*one_by_one)[static_cast<std::size_t>(e++)]) list.push_back({e, 1, begin, (*one_by_one)[static_cast<std::size_t>(e)]});
+  for (std::int64_t e = 0; e < L_; begin += (*one_by_one)[static_cast<std::size_t>(e++)])
+    list.push_back({e, 1, begin, (*one_by_one)[static_cast<std::size_t>(e)]});
   return list;
 }
 

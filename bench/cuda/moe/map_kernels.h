@@ -28,17 +28,17 @@ struct MapShape {
 
 // One rank's memory.
 struct MapPlan {
-  std::uint32_t* hits;          // [P T_max] bit p: the token has an expert of rank p
-  std::int32_t* tile_hits;      // [tiles of tokens][P]
-  std::int32_t* row_of;         // [P T_max][P], -1: none
-  std::int32_t* row_token;      // [row_capacity]
-  std::int32_t* num_rows;       // [1]
-  std::int32_t* expert_tiles;   // [L][tiles of rows]: rows, then rows before
-  std::int32_t* expert_rows;    // [L]
-  std::int32_t* offsets;        // [L + 1]
-  std::int32_t* slot_map;       // [row_capacity][L], -1: not routed
-  float* slot_weight;           // [slot_capacity]
-  std::int32_t* overflow;       // [1] set where a capacity does not hold the rows or slots
+  std::uint32_t* hits;         // [P T_max] bit p: the token has an expert of rank p
+  std::int32_t* tile_hits;     // [tiles of tokens][P]
+  std::int32_t* row_of;        // [P T_max][P], -1: none
+  std::int32_t* row_token;     // [row_capacity]
+  std::int32_t* num_rows;      // [1]
+  std::int32_t* expert_tiles;  // [L][tiles of rows]: rows, then rows before
+  std::int32_t* expert_rows;   // [L]
+  std::int32_t* offsets;       // [L + 1]
+  std::int32_t* slot_map;      // [row_capacity][L], -1: not routed
+  float* slot_weight;          // [slot_capacity]
+  std::int32_t* overflow;      // [1] set where a capacity does not hold the rows or slots
 };
 
 // Sigmoid scores, the K largest by K passes that take a maximum, renormalised: map [T, E] bytes and probabilities [T, E].

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) map_count(const __grid_constant__ De
     }
   }
   __syncthreads();
-  for (int l = static_cast<int>(threadIdx.x); l < s.L; l += kThreads) plan.expert_tiles[l * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)] = counts[l];
+  for (int l = static_cast<int>(threadIdx.x); l < s.L; l += kThreads)
+    plan.expert_tiles[l * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)] = counts[l];
 }
 
 // A warp an expert: rows before each tile.
@@ -121,7 +122,8 @@ __global__ void __launch_bounds__(kThreads) map_slots(const __grid_constant__ De
   __shared__ std::int32_t tokens[kMapTile];
   const int R = *plan.num_rows, first_row = static_cast<int>(blockIdx.x) * kMapTile;
   if (first_row >= R) return;
-  if (threadIdx.x < kMapTile) tokens[threadIdx.x] = first_row + static_cast<int>(threadIdx.x) < R ? plan.row_token[first_row + static_cast<int>(threadIdx.x)] : -1;
+  if (threadIdx.x < kMapTile)
+    tokens[threadIdx.x] = first_row + static_cast<int>(threadIdx.x) < R ? plan.row_token[first_row + static_cast<int>(threadIdx.x)] : -1;
   __syncthreads();
   const auto* map = peers.at<std::uint8_t>(peers.rank, s.map) + s.first(peers.rank);
   for (int l = static_cast<int>(threadIdx.x); l < s.L; l += kThreads) {
@@ -143,7 +145,8 @@ __global__ void __launch_bounds__(kThreads) map_slots(const __grid_constant__ De
 }  // namespace
 
 void launch_map_plan(const DevPeers& peers, const MapShape& s, const MapPlan& plan, cudaStream_t stream) {
-  const auto token_tiles = static_cast<unsigned>((s.P * s.T_max + kMapTile - 1) / kMapTile), row_tiles = static_cast<unsigned>((s.row_capacity + kMapTile - 1) / kMapTile);
+  const auto token_tiles = static_cast<unsigned>((s.P * s.T_max + kMapTile - 1) / kMapTile),
+             row_tiles = static_cast<unsigned>((s.row_capacity + kMapTile - 1) / kMapTile);
   map_hits<<<token_tiles, kThreads, 0, stream>>>(peers, s, plan);
   map_rows<<<token_tiles, kThreads, 0, stream>>>(peers, s, plan);
   map_count<<<row_tiles, kThreads, static_cast<std::size_t>(s.L) * 4, stream>>>(peers, s, plan);

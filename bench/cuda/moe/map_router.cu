@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(kWarps * 32) map_top_k(const float* __restrict
   }
 }
 
-__global__ void __launch_bounds__(kWarps * 32) map_router_backward(const float* __restrict__ logits, const std::uint8_t* __restrict__ map,
-                                                                   const float* __restrict__ probabilities, const float* __restrict__ d_probabilities, int T,
-                                                                   int E, float* d_logits) {
+__global__ void __launch_bounds__(kWarps * 32)
+    map_router_backward(const float* __restrict__ logits, const std::uint8_t* __restrict__ map, const float* __restrict__ probabilities,
+                        const float* __restrict__ d_probabilities, int T, int E, float* d_logits) {
   const int lane = static_cast<int>(threadIdx.x) & 31, t = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x / 32);
   if (t >= T) return;
   const std::int64_t at = static_cast<std::int64_t>(t) * E;

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads) map_push(const __grid_constant__ Dev
     copy_row(peers.at<unsigned char>(p, to) + static_cast<std::int64_t>(row) * s.H * 2, x + static_cast<std::int64_t>(t) * s.H * 2, s.H * 2, lane);
     if (probabilities == nullptr) continue;
     const float* from = probabilities + static_cast<std::int64_t>(t) * s.E + (s.width == s.E ? 0 : s.first(p));
-    copy_row(peers.at<unsigned char>(p, s.probabilities) + static_cast<std::int64_t>(row) * s.width * 4, reinterpret_cast<const unsigned char*>(from), s.width * 4,
-             lane);
+    copy_row(peers.at<unsigned char>(p, s.probabilities) + static_cast<std::int64_t>(row) * s.width * 4, reinterpret_cast<const unsigned char*>(from),
+             s.width * 4, lane);
   }
 }
 
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) map_permute(const __grid_constant__ 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) map_reduce(const __grid_constant__ DevPeers peers, const __grid_constant__ MapShape s, const MapPlan plan,
-                                                       const unsigned char* __restrict__ y) {
+__global__ void __launch_bounds__(kThreads)
+    map_reduce(const __grid_constant__ DevPeers peers, const __grid_constant__ MapShape s, const MapPlan plan, const unsigned char* __restrict__ y) {
   using V = Vector<__nv_bfloat16>;
   constexpr int kBatch = 4;
   __shared__ std::int32_t lists[kWarps][kMaxSlots];
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kThreads) map_combine(const __grid_constant__ 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) map_return(const __grid_constant__ DevPeers peers, const __grid_constant__ MapShape s, const MapPlan plan,
-                                                       const float* __restrict__ d_slot_weight) {
+__global__ void __launch_bounds__(kThreads)
+    map_return(const __grid_constant__ DevPeers peers, const __grid_constant__ MapShape s, const MapPlan plan, const float* __restrict__ d_slot_weight) {
   const int lane = static_cast<int>(threadIdx.x) & 31, R = *plan.num_rows, first = s.width == s.E ? s.first(peers.rank) : 0;
   float* window = peers.at<float>(peers.rank, s.d_probabilities);
   for (int row = first_warp(); row < R; row += num_warps()) {
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads) map_return(const __grid_constant__ D
   }
 }
 
-__global__ void __launch_bounds__(kThreads) map_collect(const __grid_constant__ DevPeers peers, const __grid_constant__ MapShape s, const MapPlan plan,
-                                                        float* d_probabilities) {
+__global__ void __launch_bounds__(kThreads)
+    map_collect(const __grid_constant__ DevPeers peers, const __grid_constant__ MapShape s, const MapPlan plan, float* d_probabilities) {
   const int lane = static_cast<int>(threadIdx.x) & 31, T = s.T[peers.rank];
   for (int t = first_warp(); t < T; t += num_warps()) {
     const std::int32_t* rows = plan.row_of + (peers.rank * s.T_max + t) * s.P;

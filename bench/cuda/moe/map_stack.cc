@@ -21,7 +21,8 @@ MapShape map_shape(const StackOptions& options, Problem& problem) {
   MapShape s{};
   s.P = problem.P(), s.E = static_cast<std::int32_t>(c.E), s.L = static_cast<std::int32_t>(problem.L()), s.K = static_cast<std::int32_t>(c.K);
   s.H = static_cast<std::int32_t>(c.H), s.T_max = static_cast<std::int32_t>(problem.T_max());
-  WB_CHECK(s.P <= kMaxMapPeers && s.L % 4 == 0 && s.K <= 128 && c.E <= kMaxExpertsInt16, "the dense-map stack takes P <= {}, L in fours, K <= 128", kMaxMapPeers);
+  WB_CHECK(s.P <= kMaxMapPeers && s.L % 4 == 0 && s.K <= 128 && c.E <= kMaxExpertsInt16, "the dense-map stack takes P <= {}, L in fours, K <= 128",
+           kMaxMapPeers);
   for (int r = 0; r < s.P; ++r) s.T[r] = static_cast<std::int32_t>(problem.rank(r).T);
   ExchangeConfig config;
   config.H = c.H, config.E = c.E, config.K = c.K, config.T_max = problem.T_max(), config.mode = ExchangeMode::kCaptured;
@@ -34,17 +35,22 @@ MapShape map_shape(const StackOptions& options, Problem& problem) {
 
 class MapStack final : public Stack {
  public:
-  MapStack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase)
-      : problem_(problem), shape_(map_shape(options, problem)), fast_(is_fast(options, problem)), compact_(options.change >= MapChange::kCompactRoutes),
-        ranks_(local_ranks(group, device)), on_phase_(std::move(on_phase)) {
+  MapStack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase)
+      : problem_(problem),
+        shape_(map_shape(options, problem)),
+        fast_(is_fast(options, problem)),
+        compact_(options.change >= MapChange::kCompactRoutes),
+        ranks_(local_ranks(windows.group, device)),
+        on_phase_(std::move(on_phase)) {
     WB_TRY_CUDA(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device));
     const auto tokens = static_cast<std::size_t>(shape_.P * shape_.T_max), rows = static_cast<std::size_t>(shape_.row_capacity);
     const auto row_bytes = static_cast<std::size_t>(shape_.H) * 2, wide = static_cast<std::size_t>(shape_.width) * 4;
-    shape_.map = group.window("map", tokens * static_cast<std::size_t>(shape_.E)), shape_.ids = group.window("map ids", tokens * static_cast<std::size_t>(shape_.K) * 2);
-    shape_.rows = group.window("map rows", rows * row_bytes), shape_.d_rows = group.window("map d_rows", rows * row_bytes);
-    shape_.partials = group.window("map partials", rows * row_bytes);
-    shape_.probabilities = group.window("map probabilities", rows * wide), shape_.d_probabilities = group.window("map d_probabilities", rows * wide);
-    for (RankTensors* t : problem.on(device)) parts_.push_back(std::make_unique<Part>(*this, group, *t));
+    shape_.map = windows.book("map", tokens * static_cast<std::size_t>(shape_.E)),
+    shape_.ids = windows.book("map ids", tokens * static_cast<std::size_t>(shape_.K) * 2);
+    shape_.rows = windows.book("map rows", rows * row_bytes), shape_.d_rows = windows.book("map d_rows", rows * row_bytes);
+    shape_.partials = windows.book("map partials", rows * row_bytes);
+    shape_.probabilities = windows.book("map probabilities", rows * wide), shape_.d_probabilities = windows.book("map d_probabilities", rows * wide);
+    for (RankTensors* t : problem.on(device)) parts_.push_back(std::make_unique<Part>(*this, windows.group, *t));
   }
 
   void forward(cudaStream_t stream) override {
@@ -194,8 +200,8 @@ class MapStack final : public Stack {
     WB_TRY_CUDA(cudaMemsetAsync(p.own_map, 0, static_cast<std::size_t>(all * shape_.E), stream));
     for (int source = 0; source < shape_.P; ++source) {
       const std::int64_t first = std::int64_t{source} * shape_.T_max;
-      launch_map_scatter(p.own_ids + first * shape_.K, nullptr, std::int64_t{shape_.T[source]} * shape_.K, shape_.E, shape_.K, p.own_map + first * shape_.E, nullptr,
-                         stream);
+      launch_map_scatter(p.own_ids + first * shape_.K, nullptr, std::int64_t{shape_.T[source]} * shape_.K, shape_.E, shape_.K, p.own_map + first * shape_.E,
+                         nullptr, stream);
     }
   }
   void router_gradients(Part& p, cudaStream_t stream) const {
@@ -211,7 +217,8 @@ class MapStack final : public Stack {
                                  p.d_logits.as<float>(), stream);
     }
     on_phase_(Phase::kGate, stream);
-    gate_backward(p.tensors.x, p.tensors.weights.gate, p.floats(p.d_logits, shape_.E), p.floats(p.d_x, shape_.H), p.tensors.gradients.gate, false, p.on(stream));
+    gate_backward(p.tensors.x, p.tensors.weights.gate, p.floats(p.d_logits, shape_.E), p.floats(p.d_x, shape_.H), p.tensors.gradients.gate, false,
+                  p.on(stream));
   }
 
   Problem& problem_;
@@ -232,8 +239,8 @@ std::size_t map_arena_bytes(const StackOptions& options, Problem& problem) {
          sizeof(DeviceControl) + 16384;
 }
 
-std::unique_ptr<Stack> make_map_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase) {
-  return std::make_unique<MapStack>(options, problem, group, device, std::move(on_phase));
+std::unique_ptr<Stack> make_map_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase) {
+  return std::make_unique<MapStack>(options, problem, windows, device, std::move(on_phase));
 }
 
 std::size_t arena_bytes(const StackOptions& options, Problem& problem) {
@@ -241,12 +248,12 @@ std::size_t arena_bytes(const StackOptions& options, Problem& problem) {
   return options.kind == "dense-map" ? map_arena_bytes(options, problem) : slot_arena_bytes(options, problem);
 }
 
-std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase) {
-  if (options.kind == "sparse") return make_sparse_stack(options, problem, group, device, std::move(on_phase));
-  if (options.kind == "dense-map") return make_map_stack(options, problem, group, device, std::move(on_phase));
+std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase) {
+  if (options.kind == "sparse") return make_sparse_stack(options, problem, windows, device, std::move(on_phase));
+  if (options.kind == "dense-map") return make_map_stack(options, problem, windows, device, std::move(on_phase));
   WB_CHECK(options.kind == "loop" || options.kind == "padded" || options.kind == "capacity",
            "no stack '{}': known are sparse, dense-map, loop, padded, capacity", options.kind);
-  return make_slot_stack(options, problem, group, device, std::move(on_phase));
+  return make_slot_stack(options, problem, windows, device, std::move(on_phase));
 }
 
 }  // namespace waybill::cuda::moe_bench

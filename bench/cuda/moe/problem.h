@@ -49,8 +49,8 @@ class Problem {
   void set_counts(std::vector<std::int64_t> counts) { counts_ = std::move(counts); }
   const std::vector<std::int64_t>& counts() const { return counts_; }
   std::int64_t routes() const;
-  std::int64_t rows_of_rank(int r) const;       // slots of its experts
-  std::int64_t longest_expert(int r) const;     // rows of its fullest expert
+  std::int64_t rows_of_rank(int r) const;    // slots of its experts
+  std::int64_t longest_expert(int r) const;  // rows of its fullest expert
   std::int64_t hottest_rank_rows() const;
   // Matmuls of the experts on valid rows: gate, up and down, 2 operations a multiply-add, once forward and twice backward; mean of the ranks.
   double flops() const { return 18.0 * static_cast<double>(routes()) / P_ * static_cast<double>(shape_.H) * static_cast<double>(shape_.F); }

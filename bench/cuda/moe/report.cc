@@ -33,15 +33,16 @@ void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
              row.predicted_bytes > 0 ? fmt::format(" (predicted {:.2f})", static_cast<double>(row.predicted_bytes) / (1u << 30)) : "", row.host_waits,
              row.captured ? "graph" : "eager", row.dropped > 0 ? fmt::format("  dropped {}", row.dropped) : "",
              all > 0 ? fmt::format("\n      %:{}; exchange {:.1f}, ceiling {:.2f} x", shown, 100 * share, 1 / (1 - share)) : "");
-  fmt::print(file_,
-             "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
-             "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"MoE module\",\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},\"iterations\":{},"
-             "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"host_waits\":{},"
-             "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}}}\n",
-             c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, row.times.p50, row.times.p99, row.times.iterations,
-             tflops, tflops / dense_tflops, row.bytes, row.predicted_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null", row.host_waits,
-             row.captured ? "true" : "false", problem.load(), row.computed_rows, row.dropped, row.error,
-             static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
+  fmt::print(
+      file_,
+      "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
+      "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"MoE module\",\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},\"iterations\":{},"
+      "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"host_waits\":{},"
+      "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}}}\n",
+      c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, row.times.p50, row.times.p99, row.times.iterations, tflops,
+      tflops / dense_tflops, row.bytes, row.predicted_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null", row.host_waits,
+      row.captured ? "true" : "false", problem.load(), row.computed_rows, row.dropped, row.error,
+      static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
   std::fflush(file_), std::fflush(stdout);
 }
 

@@ -17,7 +17,7 @@ struct Row {
   int host_waits = 0;
   std::size_t bytes = 0, predicted_bytes = 0;  // device memory of the stack with x, d_out, out, dx; 0: not known
   std::int64_t computed_rows = 0, dropped = 0;
-  double error = 0;  // the largest relative norm of the check
+  double error = 0;                         // the largest relative norm of the check
   std::array<double, kNumPhases> phases{};  // microseconds, of eager steps; all 0: not measured
 };
 

@@ -66,7 +66,6 @@ void Team::run(const std::function<void(std::size_t)>& body) {
 Runner::Runner(const StackOptions& options, Problem& problem) : problem_(problem), team_(problem.devices().size()) {
   for (const int device : problem.devices()) free_before_.push_back(free_bytes(device));
   group_ = std::make_unique<CudaLocalGroup>(problem.P(), problem.devices(), arena_bytes(options, problem));
-  // One after the other: windows are booked in one order on every rank.
   for (const int device : problem.devices()) {
     const DeviceGuard guard(device);
     gpus_.push_back(std::make_unique<Gpu>(device));
@@ -74,9 +73,11 @@ Runner::Runner(const StackOptions& options, Problem& problem) : problem_(problem
     gpu.ranks = local_ranks(*group_, device);
     for (std::size_t i = 0; i < kMaxMarks; ++i) gpu.events.push_back(std::make_unique<CudaEvent>());
   }
+  Windows windows{*group_, {}, 0};
   for (auto& gpu : gpus_) {
     const DeviceGuard guard(gpu->device);
-    gpu->stack = make_stack(options, problem, *group_, gpu->device, [this, g = gpu.get()](Phase phase, cudaStream_t stream) { mark(*g, phase, stream); });
+    windows.next = 0;
+    gpu->stack = make_stack(options, problem, windows, gpu->device, [this, g = gpu.get()](Phase phase, cudaStream_t stream) { mark(*g, phase, stream); });
     WB_TRY_CUDA(cudaDeviceSynchronize());
   }
 }
@@ -180,7 +181,8 @@ std::vector<PhaseSpan> Runner::phases(int repeats, std::array<double, kNumPhases
     for (const auto& gpu : gpus_) {
       for (std::size_t m = 0; m + 1 < gpu->marks.size(); ++m) {
         const double us = std::max(0.0, static_cast<double>(gpu->events[m + 1]->elapsed_us_since(*gpu->events[m])));
-        spans.push_back({gpu->marks[m].phase, gpu->marks[m].is_backward, gpu->device, static_cast<double>(gpu->events[m]->elapsed_us_since(*gpu->events[0])), us});
+        spans.push_back(
+            {gpu->marks[m].phase, gpu->marks[m].is_backward, gpu->device, static_cast<double>(gpu->events[m]->elapsed_us_since(*gpu->events[0])), us});
         sums[static_cast<std::size_t>(gpu->marks[m].phase)] += us / repeats / static_cast<double>(gpus_.size());
       }
     }

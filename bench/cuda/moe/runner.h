@@ -50,8 +50,8 @@ class Runner {
   Runner(const StackOptions& options, Problem& problem);
   ~Runner();
 
-  void step();          // forward and backward, eager; waits. Throws what went wrong
-  void capture();       // after a step
+  void step();     // forward and backward, eager; waits. Throws what went wrong
+  void capture();  // after a step
   StepTimes time(bool captured, int iterations);
   // Spans of eager steps in which the host queued ahead of the device (as far as the stack lets it): the last of `repeats` steps, and in `sums` the mean
   // microseconds a phase over steps and GPUs.

@@ -20,8 +20,8 @@ struct SlotShape {
   std::int32_t longest;   // padded: rows of a local expert's block
   std::int32_t capacity;  // capacity: rows of a source's block of a local expert
   // Windows.
-  std::uint64_t counts;   // [P][E] i32: routes of each source for each expert
-  std::uint64_t rows, y, dy;  // [capacity of the buffers, H] bf16; y also holds the gradient of rows
+  std::uint64_t counts;            // [P][E] i32: routes of each source for each expert
+  std::uint64_t rows, y, dy;       // [capacity of the buffers, H] bf16; y also holds the gradient of rows
   std::uint64_t weight, d_weight;  // [capacity of the buffers] f32
 };
 

@@ -31,8 +31,8 @@ __global__ void slot_count(const __grid_constant__ DevPeers peers, const SlotSha
 constexpr int kThreads = 1024;
 
 // One CTA. A thread takes consecutive experts; rows before its first by a scan over the CTA, started anew at every rank's first expert.
-__global__ void __launch_bounds__(kThreads) slot_places(const __grid_constant__ DevPeers peers, const SlotShape s, std::int32_t* begin,
-                                                        std::int32_t* local_offsets, std::int32_t* local_rows) {
+__global__ void __launch_bounds__(kThreads)
+    slot_places(const __grid_constant__ DevPeers peers, const SlotShape s, std::int32_t* begin, std::int32_t* local_offsets, std::int32_t* local_rows) {
   __shared__ std::int32_t sums[kThreads + 1];
   const auto* counts = peers.at<std::int32_t>(peers.rank, s.counts);
   const int t = static_cast<int>(threadIdx.x), share = (s.L + kThreads - 1) / kThreads;

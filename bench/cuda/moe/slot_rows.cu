@@ -24,10 +24,10 @@ __device__ __forceinline__ void copy_row(unsigned char* to, const unsigned char*
   }
 }
 
-__global__ void __launch_bounds__(kThreads) slot_push(const __grid_constant__ DevPeers peers, const SlotShape s, const std::uint16_t* __restrict__ sorted,
-                                                      const std::int32_t* __restrict__ order, const std::int32_t* __restrict__ offsets,
-                                                      const std::int32_t* __restrict__ begin, const unsigned char* __restrict__ x,
-                                                      const float* __restrict__ weights, std::int32_t* place, const std::uint64_t to) {
+__global__ void __launch_bounds__(kThreads)
+    slot_push(const __grid_constant__ DevPeers peers, const SlotShape s, const std::uint16_t* __restrict__ sorted, const std::int32_t* __restrict__ order,
+              const std::int32_t* __restrict__ offsets, const std::int32_t* __restrict__ begin, const unsigned char* __restrict__ x,
+              const float* __restrict__ weights, std::int32_t* place, const std::uint64_t to) {
   const int lane = static_cast<int>(threadIdx.x) & 31, n = s.T * s.K, valid = offsets[s.E];
   const int step = static_cast<int>(gridDim.x) * (kThreads / 32);
   for (int j = static_cast<int>(blockIdx.x) * (kThreads / 32) + static_cast<int>(threadIdx.x / 32); j < n; j += step) {
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(kThreads) slot_clear(const __grid_constant__ D
   }
 }
 
-__global__ void __launch_bounds__(kThreads) slot_pull(const __grid_constant__ DevPeers peers, const SlotShape s, const std::int16_t* __restrict__ ids,
-                                                      const std::int32_t* __restrict__ place, const std::uint64_t from, const float* __restrict__ addend,
-                                                      unsigned char* out) {
+__global__ void __launch_bounds__(kThreads)
+    slot_pull(const __grid_constant__ DevPeers peers, const SlotShape s, const std::int16_t* __restrict__ ids, const std::int32_t* __restrict__ place,
+              const std::uint64_t from, const float* __restrict__ addend, unsigned char* out) {
   using V = Vector<__nv_bfloat16>;
   constexpr int kBatch = 4;  // rows in flight
   const int lane = static_cast<int>(threadIdx.x) & 31, step = static_cast<int>(gridDim.x) * (kThreads / 32), bytes = s.H * 2;

@@ -24,8 +24,8 @@ SlotShape slot_shape(const StackOptions& options, const Problem& problem) {
   s.H = static_cast<std::int32_t>(c.H);
   s.layout = options.kind == "loop" ? SlotLayout::kTight : (options.kind == "padded" ? SlotLayout::kPadded : SlotLayout::kCapacity);
   for (int r = 0; r < s.P; ++r) s.longest = std::max(s.longest, static_cast<std::int32_t>(problem.longest_expert(r)));
-  s.capacity =
-      static_cast<std::int32_t>(std::ceil(options.capacity_factor * static_cast<double>(problem.T_max()) * static_cast<double>(c.K) / static_cast<double>(c.E)));
+  s.capacity = static_cast<std::int32_t>(
+      std::ceil(options.capacity_factor * static_cast<double>(problem.T_max()) * static_cast<double>(c.K) / static_cast<double>(c.E)));
   return s;
 }
 
@@ -37,17 +37,20 @@ std::int64_t slot_rows(const SlotShape& s, const Problem& problem) {
 
 class SlotStack final : public Stack {
  public:
-  SlotStack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase)
-      : problem_(problem), shape_(slot_shape(options, problem)), rows_(slot_rows(shape_, problem)), ranks_(local_ranks(group, device)),
+  SlotStack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase)
+      : problem_(problem),
+        shape_(slot_shape(options, problem)),
+        rows_(slot_rows(shape_, problem)),
+        ranks_(local_ranks(windows.group, device)),
         on_phase_(std::move(on_phase)) {
     WB_CHECK(problem.shape().E <= kMaxExpertsInt16, "the slot stacks take int16 ids");
     WB_TRY_CUDA(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device));
     const auto rows = static_cast<std::size_t>(rows_), row_bytes = static_cast<std::size_t>(shape_.H) * 2;
-    shape_.counts = group.window("slot counts", static_cast<std::size_t>(shape_.P * shape_.E) * 4);
-    shape_.rows = group.window("slot rows", rows * row_bytes), shape_.y = group.window("slot y", rows * row_bytes);
-    shape_.dy = group.window("slot dy", rows * row_bytes);
-    shape_.weight = group.window("slot weight", rows * 4), shape_.d_weight = group.window("slot d_weight", rows * 4);
-    for (RankTensors* t : problem.on(device)) parts_.push_back(std::make_unique<Part>(*this, group, *t));
+    shape_.counts = windows.book("slot counts", static_cast<std::size_t>(shape_.P * shape_.E) * 4);
+    shape_.rows = windows.book("slot rows", rows * row_bytes), shape_.y = windows.book("slot y", rows * row_bytes);
+    shape_.dy = windows.book("slot dy", rows * row_bytes);
+    shape_.weight = windows.book("slot weight", rows * 4), shape_.d_weight = windows.book("slot d_weight", rows * 4);
+    for (RankTensors* t : problem.on(device)) parts_.push_back(std::make_unique<Part>(*this, windows.group, *t));
   }
 
   void forward(cudaStream_t stream) override {
@@ -106,9 +109,7 @@ class SlotStack final : public Stack {
     }
     return sum;
   }
-  const std::int32_t* places(int index) const override {
-    return has_host_read() ? nullptr : parts_[static_cast<std::size_t>(index)]->place.as<std::int32_t>();
-  }
+  const std::int32_t* places(int index) const override { return has_host_read() ? nullptr : parts_[static_cast<std::size_t>(index)]->place.as<std::int32_t>(); }
   std::int64_t computed_rows() const override { return shape_.layout == SlotLayout::kTight ? problem_.routes() / problem_.P() : rows_; }
 
  private:
@@ -118,7 +119,8 @@ class SlotStack final : public Stack {
       shape.T = static_cast<std::int32_t>(t.T);
       const auto make = [&](std::size_t bytes) { return DeviceBuffer(std::max<std::size_t>(bytes, 16), t.device); };
       const auto routes = static_cast<std::size_t>(t.T * shape.K), E = static_cast<std::size_t>(shape.E), L = static_cast<std::size_t>(shape.L);
-      logits = make(static_cast<std::size_t>(t.T) * E * 4), d_logits = make(logits.bytes()), ids = make(routes * 2), weights = make(routes * 4), counts = make(E * 4);
+      logits = make(static_cast<std::size_t>(t.T) * E * 4), d_logits = make(logits.bytes()), ids = make(routes * 2), weights = make(routes * 4),
+      counts = make(E * 4);
       sorted = make(routes * 2), numbers = make(routes * 4), order = make(routes * 4), place = make(routes * 4), d_weights = make(routes * 4);
       offsets = make((E + 1) * 4), begin = make(E * 4), local_offsets = make((L + 1) * 4), local_rows = make(static_cast<std::size_t>(shape.P) * L * 4);
       d_x = make(static_cast<std::size_t>(t.T * shape.H) * 4);
@@ -154,8 +156,14 @@ class SlotStack final : public Stack {
     }
     ExpertRows expert_rows(const SlotStack& owner) const {
       const SlotShape& s = shape;
-      return {local_offsets.as<std::int32_t>(), owner.rows_, own_windows + s.rows, own_windows + s.y, own_windows + s.dy, own_windows + s.y,
-              reinterpret_cast<const float*>(own_windows + s.weight), reinterpret_cast<float*>(own_windows + s.d_weight)};
+      return {local_offsets.as<std::int32_t>(),
+              owner.rows_,
+              own_windows + s.rows,
+              own_windows + s.y,
+              own_windows + s.dy,
+              own_windows + s.y,
+              reinterpret_cast<const float*>(own_windows + s.weight),
+              reinterpret_cast<float*>(own_windows + s.d_weight)};
     }
     RankTensors& tensors;
     SlotShape shape;
@@ -197,8 +205,8 @@ class SlotStack final : public Stack {
   }
   void push(Part& p, const TensorView& x, bool is_forward, std::uint64_t to, cudaStream_t stream) const {
     if (shape_.layout != SlotLayout::kTight) launch_slot_clear(p.peers, p.shape, p.local_rows.as<std::int32_t>(), to, is_forward, num_sms_, stream);
-    launch_slot_push(p.peers, p.shape, p.sorted.as<std::uint16_t>(), p.order.as<std::int32_t>(), p.offsets.as<std::int32_t>(), p.begin.as<std::int32_t>(), x.data,
-                     is_forward ? p.weights.as<float>() : nullptr, is_forward ? p.place.as<std::int32_t>() : nullptr, to, num_sms_, stream);
+    launch_slot_push(p.peers, p.shape, p.sorted.as<std::uint16_t>(), p.order.as<std::int32_t>(), p.offsets.as<std::int32_t>(), p.begin.as<std::int32_t>(),
+                     x.data, is_forward ? p.weights.as<float>() : nullptr, is_forward ? p.place.as<std::int32_t>() : nullptr, to, num_sms_, stream);
   }
   void pull(Part& p, const float* addend, const TensorView& out, cudaStream_t stream) const {
     launch_slot_pull(p.peers, p.shape, p.ids.as<std::int16_t>(), p.place.as<std::int32_t>(), shape_.y, addend, out.data, num_sms_, stream);
@@ -221,8 +229,8 @@ std::size_t slot_arena_bytes(const StackOptions& options, Problem& problem) {
   return rows * (3 * static_cast<std::size_t>(s.H) * 2 + 8) + static_cast<std::size_t>(s.P * s.E) * 4 + sizeof(DeviceControl) + 16384;
 }
 
-std::unique_ptr<Stack> make_slot_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase) {
-  return std::make_unique<SlotStack>(options, problem, group, device, std::move(on_phase));
+std::unique_ptr<Stack> make_slot_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase) {
+  return std::make_unique<SlotStack>(options, problem, windows, device, std::move(on_phase));
 }
 
 }  // namespace waybill::cuda::moe_bench

@@ -15,13 +15,13 @@ DeviceMoeOptions layer_options(const StackOptions& options) {
 
 class SparseStack final : public Stack {
  public:
-  SparseStack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase)
+  SparseStack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase)
       : problem_(problem), config_(problem.layer_config(options.receive_factor)), ranks_(problem.on(device)) {
     DeviceMoeOptions o = layer_options(options);
     predicted_ = DeviceMoeLayer::memory(config_, problem.P(), o);
     o.on_phase = std::move(on_phase);
     layer_ = std::make_unique<DeviceMoeLayer>(
-        config_, local_ranks(group, device), device, [&](const std::string& name, std::size_t bytes) { return group.window(name, bytes); }, o);
+        config_, local_ranks(windows.group, device), device, [&](const std::string& name, std::size_t bytes) { return windows.book(name, bytes); }, o);
     step_ = layer_->make_step();
     for (RankTensors* t : ranks_) {
       weights_.push_back(t->weights), gradients_.push_back(t->gradients);
@@ -36,7 +36,8 @@ class SparseStack final : public Stack {
     WB_TRY_CUDA(cudaStreamSynchronize(stream));
     for (int i = 0; i < layer_->num_ranks(); ++i) {
       const DeviceMoeReport& report = step_.report(i);
-      if (report.valid == 0) return fmt::format("rank {}: the step is not valid; slots wanted {}, budget {}", i, report.max_slot_demand, layer_->budget().slots);
+      if (report.valid == 0)
+        return fmt::format("rank {}: the step is not valid; slots wanted {}, budget {}", i, report.max_slot_demand, layer_->budget().slots);
       const StatusWord status = layer_->status(i, stream);
       if (status.flags != 0) return fmt::format("rank {}: status flags {:#x}", i, status.flags);
     }
@@ -71,8 +72,8 @@ std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem) {
   return DeviceMoeLayer::arena_bytes(problem.layer_config(options.receive_factor), problem.P(), layer_options(options));
 }
 
-std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase) {
-  return std::make_unique<SparseStack>(options, problem, group, device, std::move(on_phase));
+std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase) {
+  return std::make_unique<SparseStack>(options, problem, windows, device, std::move(on_phase));
 }
 
 }  // namespace waybill::cuda::moe_bench

@@ -17,19 +17,19 @@ using OnPhase = std::function<void(Phase phase, cudaStream_t stream)>;
 
 // What turns the dense map into the sparse layer, one change at a time (the steps before it included).
 enum class MapChange : int {
-  kNone = 0,      // [T, E] map and probability rows, K maxima, scans over every (row, expert) pair
-  kFastTopK,      // the library's router instead of K passes that take a maximum; map and probabilities are made from its ids
-  kCompactRoutes, // ids [T, K] go to the other ranks instead of the map, which they make again
-  kLocalSlice,    // a row carries the probabilities of its destination's experts instead of all
-  kRowLists,      // lists of the set slots instead of maps and scans: the library's plan and layout, rows still copied to expert order
+  kNone = 0,       // [T, E] map and probability rows, K maxima, scans over every (row, expert) pair
+  kFastTopK,       // the library's router instead of K passes that take a maximum; map and probabilities are made from its ids
+  kCompactRoutes,  // ids [T, K] go to the other ranks instead of the map, which they make again
+  kLocalSlice,     // a row carries the probabilities of its destination's experts instead of all
+  kRowLists,       // lists of the set slots instead of maps and scans: the library's plan and layout, rows still copied to expert order
 };
 
 struct StackOptions {
   std::string kind = "sparse";  // sparse, dense-map, loop, padded, capacity
   MapChange change = MapChange::kNone;
-  double receive_factor = 1.25;    // budgets of sparse and dense-map
-  double capacity_factor = 1.25;   // capacity
-  bool permute = false;            // sparse: always copy rows to expert order
+  double receive_factor = 1.25;   // budgets of sparse and dense-map
+  double capacity_factor = 1.25;  // capacity
+  bool permute = false;           // sparse: always copy rows to expert order
 };
 
 class Stack {
@@ -37,24 +37,35 @@ class Stack {
   virtual ~Stack() = default;
   virtual void forward(cudaStream_t stream) = 0;
   virtual void backward(cudaStream_t stream) = 0;
-  virtual int host_waits() const { return 0; }       // of a step
+  virtual int host_waits() const { return 0; }         // of a step
   virtual std::string fault(cudaStream_t stream) = 0;  // after a step: what was exceeded; empty = nothing
   virtual std::int64_t dropped(cudaStream_t /*stream*/) { return 0; }
   virtual const std::int32_t* places(int /*index*/) const { return nullptr; }  // capacity: [T K] on the device, -1: dropped
-  virtual std::int64_t computed_rows() const = 0;  // of the first matmul in the last step, padding included; mean of the ranks
-  virtual std::size_t predicted_bytes() const { return 0; }  // of one rank, where a stack can say
+  virtual std::int64_t computed_rows() const = 0;                              // of the first matmul in the last step, padding included; mean of the ranks
+  virtual std::size_t predicted_bytes() const { return 0; }                    // of one rank, where a stack can say
   virtual void add_counts(std::vector<std::int64_t>& /*counts*/, cudaStream_t /*stream*/) {}  // sparse: [E] routes of the last step, of this GPU's tokens
+};
+
+// Windows of the group's arenas: every GPU's stack asks for the same ones in the same order, and they are booked once.
+struct Windows {
+  CudaLocalGroup& group;
+  std::vector<std::uint64_t> offsets;
+  std::size_t next = 0;
+  std::uint64_t book(const std::string& name, std::size_t bytes) {
+    if (next == offsets.size()) offsets.push_back(group.window(name, bytes));
+    return offsets[next++];
+  }
 };
 
 // Bytes that an arena of the group must hold.
 std::size_t arena_bytes(const StackOptions& options, Problem& problem);
-std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase);
+std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem);
-std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase);
+std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 std::size_t map_arena_bytes(const StackOptions& options, Problem& problem);
-std::unique_ptr<Stack> make_map_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase);
+std::unique_ptr<Stack> make_map_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 std::size_t slot_arena_bytes(const StackOptions& options, Problem& problem);
-std::unique_ptr<Stack> make_slot_stack(const StackOptions& options, Problem& problem, CudaLocalGroup& group, int device, OnPhase on_phase);
+std::unique_ptr<Stack> make_slot_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 
 }  // namespace waybill::cuda::moe_bench
