@@ -34,7 +34,7 @@ declare -A sources=(
     src/capi/guard.cc src/capi/convert.cc src/capi/router_capi.cc tests/cuda/capi_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
-  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_chunks_test.cc tests/cuda/exchange_links_test.cc tests/cuda/gemm_spin.cu tests/cuda/main.cc"
+  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_chunks_test.cc tests/cuda/exchange_links_test.cc tests/cuda/node_exchange_test.cc tests/cuda/gemm_spin.cu tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_fp8]="$core $fp8 $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
   [bench_cuda_fp8]="$core $fp8 $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
@@ -46,6 +46,7 @@ declare -A sources=(
   [bench_cuda_moe]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/gemm_dense.cc $(ls bench/cuda/moe/*.cc bench/cuda/moe/*.cu) bench/cuda/moe_bench.cc"
   [bench_cuda_moe_phases]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/moe_phases.cc"
   [test_cuda_nccl]="$core $exchange $nccl tests/cuda/nccl_test.cc tests/cuda/nccl_main.cc"
+  [bench_cuda_negative]="$core $exchange $(ls bench/negative/cuda/*.cu) bench/negative/cuda/exchange_negative.cc src/balance/workload.cc"
   [bench_cuda_exchange]="$core $exchange $nccl src/balance/workload.cc bench/cuda/exchange_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"
   [bench_cuda_activation]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/activation_bench.cc bench/cuda/gemm_dense.cc"
@@ -73,6 +74,7 @@ export -f compile
 export out nvcc cu_flags cxx_flags
 # The longest compiles first.
 printf '%s\n' $all | sort -u | awk '{print ($0 ~ /warp_long|grouped_|fp8_[nt]|quantize_tiles/ ? 0 : ($0 ~ /\.cu$/ ? 1 : 2)), $0}' | sort -n | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} bash -c 'compile {} || exit 255'
+case " ${programs[*]} " in *" test_cuda_nccl "*) g++ -shared -fPIC -o "$out/libother_nccl.so" tests/cuda/other_nccl.cc ;; esac
 objects() { for file in "$@"; do [ -f "$file" ] && echo "$out/obj/$(echo "$file" | tr '/' '_').o"; done; }
 for program in "${programs[@]}"; do
   g++ -o "$out/$program" $(objects ${sources[$program]}) ${deps:+-L$deps/lib} -lgtest -lgmock -L"$(dirname "$cuda_include")/lib64" -lcudart_static -ldl -lrt -pthread \

@@ -14,6 +14,7 @@
 
 #include "bench/cuda/exchange_group.h"
 #include "bench/cuda/exchange_processes.h"
+#include "bench/cuda/exchange_record.h"
 
 namespace waybill::cuda {
 namespace {
@@ -37,16 +38,7 @@ StepTime slowest(StepTime t) {
 
 void record(const char* op, const std::string& name, const std::string& variant, const StepTime& t, double floor, double target, bool checked) {
   g_all_match &= checked;
-  if (g_out == nullptr) return;  // rank 0 writes
-  fmt::print("{:<28} {:<30} {:<22} {:8.1f} us  [{:.1f} {:.1f}]  floor {:6.1f} x{:4.2f}  target {:>5} {}{}\n", op, name, variant, t.p50, t.p10, t.p90, floor,
-             floor > 0 ? t.p50 / floor : 0, target > 0 ? fmt::format("{:.0f}", target) : "-", target <= 0 ? "" : (t.p50 <= target ? "met" : "MISSED"),
-             checked ? "" : "  WRONG");
-  fmt::print(g_out,
-             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{},"
-             "\"target\":{},\"peers\":{{}},\"evidence\":\"distributed op\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":{}}}\n",
-             op, name, variant, t.p50, t.p90 - t.p10, floor > 0 ? fmt::format("{:.3f}", floor) : "null", target > 0 ? fmt::format("{:.1f}", target) : "null",
-             checked ? "true" : "false", t.p50, kSteps * kReplays);
-  std::fflush(g_out), std::fflush(stdout);
+  if (g_out != nullptr) write_record(g_out, op, name, variant, t, floor, target, checked, kSteps * kReplays);  // rank 0 writes
 }
 
 using Part = ExchangeGroup::Part;
@@ -58,6 +50,20 @@ struct Targets {
 ExchangeGroup make_group(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   if (g_world == nullptr) return ExchangeGroup(c, 2, devices);
   return ExchangeGroup(c, 2, devices, [](std::size_t bytes) { return std::make_unique<NcclArena>(*g_world, bytes); });
+}
+
+// What the weights cost: plan, and x to rows, without them.
+void measure_without_weights(ExchangeGroup& g, const std::string& name, double fresh, bool ok) {
+  const ExchangeTuning saved = g.tuning();
+  ExchangeTuning without = saved;
+  without.send_weights = false, g.set_tuning(without);
+  const auto time = [&](const ExchangeGroup::Step& step) { return slowest(g.time(step, kSteps, kReplays)); };
+  record("plan", name, "no weights (control)", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s); }), 0, 0, ok);
+  record("dispatch", name, "fresh route, no weights (control)", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch(p, i, true, s); }),
+         fresh, 0, ok);
+  record("x to rows for the GEMM", name, "gather list, no weights (control)",
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh, 0, ok);
+  g.set_tuning(saved);
 }
 
 // The steps of one shape between two ranks.
@@ -84,6 +90,7 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
   record("x to rows for the GEMM", name, "gather list", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh,
          want.gather, ok);
   if (c.scale_bytes > 0) return;
+  measure_without_weights(g, name, fresh, ok);
   record("x to rows for the GEMM", name, "permuted copy, serial",
          time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, 0, ok);
   record("x to rows for the GEMM", name, "permuted copy", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute(p, i, s); }),
@@ -145,6 +152,16 @@ void anchors(const std::vector<int>& devices) {
     return best;
   };
   const double memory = 2 * rate(false), link = devices.size() > 1 ? rate(true) : 0;
+  double fill = 0;
+  for (int round = 0; round < 3; ++round) {
+    const DeviceGuard guard(devices[0]);
+    const CudaEvent begin, end;
+    begin.record(*streams[0]);
+    for (int i = 0; i < 4; ++i) WB_TRY_CUDA(cudaMemsetAsync(to[0].data(), i, kBytes, *streams[0]));
+    end.record(*streams[0]), end.synchronize();
+    fill = std::max(fill, 4.0 * kBytes / static_cast<double>(end.elapsed_us_since(begin)) * 1e-3);
+  }
+  fmt::print("device fill {:.0f} GB/s written; ", fill);
   fmt::print("device copy {:.0f} GB/s read + written; copy engine over the link, both ways at once: {:.0f} GB/s each\n", memory, link);
 }
 

@@ -24,6 +24,7 @@ struct ExchangeShapeCase {
   std::int64_t scale_bytes = 0;  // f8 rows with scales
   double fill = 1;               // share of the K routes that are there (the rest is -1)
   std::string load = {};         // of bench/shapes/loads.toml (W5: T tokens, all at rank 1; W9: few; else T a rank); empty: uniform
+  std::size_t extra_bytes = 0;   // size of `extra_window`
 };
 
 // Where the ranks of this process keep their windows: cuda_local, or the nccl engine with one rank a process.
@@ -69,10 +70,11 @@ class ExchangeGroup {
     const std::size_t rows_bytes = row_window_bytes(config_, P, row + static_cast<std::size_t>(c.scale_bytes));
     const std::size_t z_bytes = row_window_bytes(config_, P, P > 1 ? row : 2 * row);
     const std::size_t slots_bytes = slot_window_bytes(config_, P, row);
-    group_ = make_arena(exchange_window_bytes(config_, P) + rows_bytes + z_bytes + slots_bytes + static_cast<std::size_t>(c.T) * row + 16384);
+    group_ = make_arena(exchange_window_bytes(config_, P) + rows_bytes + z_bytes + slots_bytes + static_cast<std::size_t>(c.T) * row + c.extra_bytes + 16384);
     windows_ = book_exchange_windows(config_, P, [&](const std::string& name, std::size_t bytes) { return group_->window(name, bytes); });
     rows_window = group_->window("rows", rows_bytes), z_window = group_->window("partials", z_bytes);
     slots_window = group_->window("slots", slots_bytes), x_window = group_->window("x", static_cast<std::size_t>(c.T) * row);
+    if (c.extra_bytes > 0) extra_window = group_->window("extra", c.extra_bytes);
     scale_window = rows_window + row_window_bytes(config_, P, static_cast<std::size_t>(c.H));
     for (const int device : devices) {
       const DeviceGuard guard(device);  // for the part's events
@@ -291,9 +293,10 @@ class ExchangeGroup {
     return fullest;
   }
   const ExchangeShapeCase& shape() const { return c_; }
+  const BenchArena& arena() const { return *group_; }
 
   std::vector<std::unique_ptr<Part>> parts;
-  std::uint64_t rows_window = 0, z_window = 0, slots_window = 0, x_window = 0, scale_window = 0;
+  std::uint64_t rows_window = 0, z_window = 0, slots_window = 0, x_window = 0, scale_window = 0, extra_window = 0;
 
  private:
   std::int64_t remote_rows(int self, const std::vector<std::int16_t>& ids) const {

@@ -2,7 +2,10 @@
 // The exchange between processes over NCCL windows: what the CPU engine gives, to the bit; what happens when a process dies or differs.
 #include <gmock/gmock.h>
 
+#include <filesystem>
+
 #include "cuda/exchange_harness.h"
+#include "cuda/node_harness.h"
 #include "cuda/processes.h"
 #include "exchange/cuda/group_config.h"
 #include "fabric/nccl/nccl_transport.h"
@@ -210,6 +213,69 @@ TEST(ExchangeNccl, RanksThatDoNotReachEachOtherAreRefused) {
     return 1;
   };
   EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+// Nodes of `per_node` ranks that NCCL takes for separate machines, one GPU a rank of a node: sockets between them, windows inside.
+void play_node(int rank, int per_node) {
+  ::setenv("NCCL_HOSTID", fmt::format("node {}", rank / per_node).c_str(), 1), ::setenv("NCCL_SOCKET_IFNAME", "lo", 1);
+  ::setenv("LOCAL_RANK", std::to_string(rank % per_node).c_str(), 1);
+}
+
+// Two steps eager, the second route also replayed from a graph; beside the CPU engine's two-level exchange.
+int run_two_level(int rank, int P, int per_node, int ranks_per_node) {
+  play_node(rank, per_node);
+  NcclWorld world(NcclOptions{std::size_t{64} << 20, std::chrono::milliseconds(30000), ranks_per_node});
+  if (world.ranks_per_node() != per_node || world.num_nodes() != P / per_node || world.node() != rank / per_node) return 1;
+  ExchangeConfig config = two_level_group(P, 1).config();
+  config.T_max = kNodeTokens, config.combine_wire = CombineWire::kBF16;
+  NodeGpu gpu(
+      config, world.rail(), world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); },
+      [&](int, std::uint64_t offset) { return world.at<void>(offset); });
+  world.host_fabric().barrier("rank is there");
+  const CudaStream& stream = gpu.stream();
+  for (std::uint64_t seed = 1; seed <= 2; ++seed) {
+    const ts::Group group = two_level_group(P, seed);
+    const ts::RankResult want = run_two_level_on_cpu(group, config, per_node)[static_cast<std::size_t>(rank)];
+    gpu.upload(0, group, rank);
+    gpu.queue(stream);
+    if (gpu.out(0) != want.out || gpu.d_weights(0) != want.d_weights || gpu.rows(0) != want.handle.layout.R()) return 2;
+    if (seed == 1) continue;
+    const GraphExec graph = GraphExec::capture(stream, [&](cudaStream_t s) { gpu.queue(s); });
+    for (int i = 0; i < 20; ++i) graph.launch(stream);
+    stream.synchronize();
+    if (gpu.out(0) != want.out) return 3;
+  }
+  return world.first_error().empty() ? 0 : 4;
+}
+
+TEST(TwoLevelNccl, TwoNodesOfOneRankOnOneGpu) {
+  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
+  EXPECT_THAT(run_processes(2, [](int rank) { return run_two_level(rank, 2, 1, kNodesByTopology); }), ::testing::Each(0));
+}
+
+TEST(TwoLevelNccl, TwoNodesOfTwoRanksOnTwoGpus) {
+  WB_NEEDS_TWO_NCCL_GPUS();
+  for (const int ranks_per_node : {kNodesByTopology, 2}) {
+    EXPECT_THAT(run_processes(4, [&](int rank) { return run_two_level(rank, 4, 2, ranks_per_node); }), ::testing::Each(0)) << ranks_per_node;
+  }
+}
+
+TEST(NcclLibrary, AnotherVersionIsRefusedWithBoth) {
+  const auto folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const int code = run_processes(1, [&](int) {
+    ::setenv("WAYBILL_NCCL_LIBRARY", (folder / "libother_nccl.so").c_str(), 1);
+    try {
+      (void)nccl_library();
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      const bool names_both =
+          text.find("header of NCCL " + nccl_version_text(NCCL_VERSION_CODE)) != std::string::npos && text.find("found is 2.1.7") != std::string::npos;
+      if (!names_both) std::fprintf(stderr, "%s\n", text.c_str());
+      return error.code() == ErrorCode::kUnsupported && names_both ? 0 : 1;
+    }
+    return 2;
+  })[0];
+  EXPECT_EQ(code, 0);
 }
 
 TEST(ExchangeNccl, ARankThatNeverStartsEndsTheRendezvous) {

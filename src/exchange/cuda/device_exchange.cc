@@ -84,6 +84,7 @@ ExchangeParams DeviceExchange::with(const DeviceHandle& handle) const {
   WB_CHECK(handle.memory_.size() == static_cast<std::size_t>(num_ranks()), "exchange: the handle is for {} ranks, the launch has {}", handle.memory_.size(),
            num_ranks());
   ExchangeParams q = params_;
+  q.shape.send_weights = tuning_.send_weights ? 1 : 0;
   for (int i = 0; i < num_ranks(); ++i) {
     q.call[i].handle = handle.memory_[static_cast<std::size_t>(i)].as<unsigned char>();
     q.call[i].T = static_cast<std::int32_t>(handle.T_[static_cast<std::size_t>(i)]);
@@ -161,7 +162,7 @@ DispatchArgs DeviceExchange::dispatch_args(DType dtype, std::span<const DeviceRo
   DispatchArgs args{};
   args.part[0] = RowPart{window, (x[0].stride == 0 ? config_.H : x[0].stride) * static_cast<std::int64_t>(element), static_cast<std::int32_t>(bytes), 0};
   if (scales.bytes > 0) {
-    WB_CHECK(scales.bytes % 16 == 0 && scales.bytes <= 4096, "dispatch: rows of scales have {} bytes; multiples of 16 up to 4096 are taken", scales.bytes);
+    WB_CHECK(scales.bytes % 16 == 0 && scales.bytes <= 16384, "dispatch: rows of scales have {} bytes; multiples of 16 up to 16384 are taken", scales.bytes);
     check_rows("dispatch: scales", scales.rows, num_ranks(), scales.bytes, 1);
     args.part[1] = RowPart{scales.window, scales.rows[0].stride == 0 ? scales.bytes : scales.rows[0].stride, static_cast<std::int32_t>(scales.bytes), 0};
   }

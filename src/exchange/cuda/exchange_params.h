@@ -89,6 +89,7 @@ struct ExchangeShape {
   std::int32_t local_id_bytes;  // of what travels
   std::int32_t alignment;
   std::int32_t row_budget, slot_budget, padded_budget;
+  std::int32_t send_weights;        // 0: none travel
   std::int32_t chunk_shift;         // log2 of the tokens of a chunk, at most kMaxChunks of them
   std::int32_t plan_tiles;          // stride of the tile counts, a multiple of 4
   std::int32_t layout_rows;         // rows of a layout tile: 128 or 32

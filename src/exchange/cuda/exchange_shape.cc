@@ -30,7 +30,7 @@ void check_device_config(const ExchangeConfig& config, int P) {
   WB_CHECK(config.T_max > 0, "the GPU exchange has fixed sizes and needs T_max, the most tokens a rank may bring; got T_max = {}", config.T_max);
   WB_CHECK(config.H % 8 == 0, "the GPU exchange takes H in multiples of 8, got H = {}", config.H);
   WB_CHECK(config.K <= kMaxPlanK, "the GPU exchange takes up to {} experts a token, got K = {}", kMaxPlanK, config.K);
-  WB_CHECK(config.hierarchy != Hierarchy::kTwoLevel, "the GPU exchange is flat; hierarchy = two_level is not there");
+  WB_CHECK(config.hierarchy != Hierarchy::kTwoLevel, "DeviceExchange is flat; NodeExchange is the two-level exchange of GPUs");
   const ReceiveBudget budget = receive_budget(config, P);
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   WB_CHECK(budget.padded_slots <= kMost && config.T_max * std::min<std::int64_t>(P, config.K) <= kMost && config.T_max * config.K <= kMost,
@@ -51,6 +51,7 @@ ExchangeShape make_shape(const ExchangeConfig& config, int P) {
   s.row_budget = static_cast<std::int32_t>(budget.rows), s.slot_budget = static_cast<std::int32_t>(budget.slots);
   s.padded_budget = static_cast<std::int32_t>(budget.padded_slots);
   s.plan_tiles = static_cast<std::int32_t>(round_up(tiles_of(config.T_max, kPlanTile), 4));
+  s.send_weights = 1;
   for (s.chunk_shift = 5; (config.T_max - 1) >> s.chunk_shift >= kMaxChunks;) ++s.chunk_shift;
   s.layout_rows = static_cast<std::int64_t>(s.L) * 16 <= 96 * 1024 ? kLayoutTile : 32;
   s.layout_tiles = static_cast<std::int32_t>(round_up(tiles_of(budget.rows, s.layout_rows), 4));

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kLayoutThreads) exchange_layout_scatter(const 
     const int s = offsets[e] + before[static_cast<std::int64_t>(e) * shape.layout_tiles] + bits_below<kWords>(bits, e, row);
     handle_part<int>(call, shape.h_slot_position)[j] = s;
     handle_part<int>(call, shape.h_slot_row)[s] = tile.first + row;
-    handle_part<float>(call, shape.h_slot_weight)[s] = __ldcg(weights + j);
+    if (shape.send_weights != 0) handle_part<float>(call, shape.h_slot_weight)[s] = __ldcg(weights + j);
   }
   if (shape.alignment > 1) write_padding(q, call, num_tiles);
 }

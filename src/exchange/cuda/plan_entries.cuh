@@ -113,7 +113,7 @@ __device__ __forceinline__ void fill_tile(const ExchangeParams& q, int rank, con
     auto* to_ids = q.window<LocalId>(r, shape.slot_ids) + base.slots[r];
     auto* to_weights = q.window<float>(r, shape.slot_weights) + base.slots[r];
     for (int i = warp % warps_per_rank * 32 + lane; i < base.num_slots[r]; i += warps_per_rank * 32) {
-      to_weights[i] = stage_weights[base.stage[r] + i];
+      if (shape.send_weights != 0) to_weights[i] = stage_weights[base.stage[r] + i];
       to_ids[i] = stage_ids[base.stage[r] + i];
     }
   }

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1) exchange_plan_fused(const __g
   const std::uint32_t planned = open_epoch(q, rank, kSignalPlanned);  // moved only when all CTAs have come this far
   TileRoutes<kChunks> routes;
   float weights[kTokensPerWarp][kChunks];
-  load_tile_values<kChunks>(static_cast<const float*>(call.b), q.shape.K, first, num_tokens, 0.0f, weights);
+  load_tile_values<kChunks>(static_cast<const float*>(call.b), q.shape.K, first, q.shape.send_weights != 0 ? num_tokens : 0, 0.0f, weights);
   const int bad = count_tile(q.shape, static_cast<const Id*>(call.a), first, num_tokens, counts, routes);
   write_tile_counts(q, rank, call, counts, bad, num_bad);
   if (last_cta(q, rank, kTicketPlanCount)) {

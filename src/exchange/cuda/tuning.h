@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What may be chosen per shape: speed only, never results. `bench_cuda_exchange --tune` sweeps it; docs/perf/exchange.md has the outcome.
+// What may be chosen per shape: speed only, never results (but for send_weights). `bench_cuda_exchange --tune` sweeps it; docs/perf/exchange.md has the
+// outcome.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,8 @@ struct ExchangeTuning {
   int fused_combine_ctas = 0, fused_stages = 2;
   int arriving_ctas = 0;  // permute_arriving; 0: one on every SM that the dispatch leaves
   bool overlap_launches = true;
+  // false: weights stay at home and the receive layout has none, for measuring what they cost. The one value that changes results.
+  bool send_weights = true;
 };
 
 }  // namespace waybill::cuda

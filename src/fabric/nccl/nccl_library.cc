@@ -28,6 +28,7 @@ NcclLibrary load() {
             nccl_version_text(NCCL_VERSION_CODE), nccl_version_text(nccl.version));
   }
   find(library, "ncclGetUniqueId", nccl.get_unique_id), find(library, "ncclCommInitRank", nccl.comm_init_rank);
+  find(library, "ncclCommSplit", nccl.comm_split);
   find(library, "ncclCommDestroy", nccl.comm_destroy), find(library, "ncclCommAbort", nccl.comm_abort);
   find(library, "ncclCommGetAsyncError", nccl.comm_get_async_error);
   find(library, "ncclMemAlloc", nccl.mem_alloc), find(library, "ncclMemFree", nccl.mem_free);

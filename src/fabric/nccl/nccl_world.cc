@@ -5,6 +5,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "fabric/nccl/nccl_pointers.h"
+#include "fabric/nccl/nccl_rail.h"
 #include "fabric/nccl/nccl_transport.h"
 
 namespace waybill::cuda {
@@ -31,7 +32,7 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
       arena_bytes_(rounded(rounded(sizeof(DeviceControl), kAlignment) + options.arena_bytes, kPage)),
       used_(rounded(sizeof(DeviceControl), kAlignment)),
       timeout_ns_(static_cast<std::uint64_t>(options.timeout.count()) * 1000000u) {
-  WB_CHECK(self.size <= kMaxDevicePeers, "a group has 1 to {} ranks, got P = {}", kMaxDevicePeers, self.size);
+  WB_CHECK(options.ranks_per_node != kOneNode || self.size <= kMaxDevicePeers, "a node has 1 to {} ranks, got P = {}", kMaxDevicePeers, self.size);
   WB_CHECK(options.timeout.count() > 0, "the timeout must be positive, got {} ms", options.timeout.count());
   const NcclLibrary& nccl = nccl_library();
   ncclUniqueId id{};
@@ -46,28 +47,60 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   WB_TRY_NCCL(nccl.mem_alloc(&arena_, arena_bytes_));
   WB_TRY_CUDA(cudaMemset(arena_, 0, arena_bytes_));
   WB_TRY_CUDA(cudaDeviceSynchronize());
+  map_arena(choose_nodes(options.ranks_per_node));
+  rail_ = make_nccl_rail(comm_, self.rank, peers_.size, self.size);
+  fabric_->barrier("nccl arena is there");
+}
+
+// Ranks of a node. Ends with a window only where that is all of them.
+int NcclWorld::choose_nodes(int wanted) {
+  const NcclLibrary& nccl = nccl_library();
+  WB_CHECK(wanted >= kNodesByTopology && (wanted <= 0 || self_.size % wanted == 0), "{} ranks cannot make nodes of {}", self_.size, wanted);
+  if (wanted > 0 && wanted < self_.size) return wanted;
   WB_TRY_NCCL(nccl.window_register(comm_, arena_, arena_bytes_, &window_, NCCL_WIN_DEFAULT));
   const int reached = nccl.team_lsa(comm_).num_ranks;
-  std::int64_t fewest[1] = {reached};
-  fabric_->all_reduce(std::span<std::int64_t>(fewest), ReduceOp::kMin, "nccl domain");
-  WB_CHECK(fewest[0] == self.size, "rank {} reaches the memory of {} of {} ranks, some rank of {}: the nccl engine needs all of them in one NVLink domain",
-           self.rank, reached, self.size, fewest[0]);
+  std::int64_t ends[2] = {reached, -reached};
+  fabric_->all_reduce(std::span<std::int64_t>(ends), ReduceOp::kMax, "nccl domain");
+  const std::int64_t most = ends[0], fewest = -ends[1];
+  if (fewest == self_.size) return self_.size;
+  WB_CHECK(wanted == kNodesByTopology,
+           "rank {} reaches the memory of {} of {} ranks, some rank of {}: ranks that are not in one NVLink domain need NcclOptions::ranks_per_node",
+           self_.rank, reached, self_.size, fewest);
+  WB_CHECK(most == fewest && self_.size % fewest == 0, "{} ranks in NVLink domains of {} to {}: nodes must have equally many", self_.size, fewest, most);
+  WB_TRY_NCCL(nccl.window_deregister(comm_, window_));
+  window_ = nullptr;
+  return reached;
+}
+
+// The table of a node's arenas.
+void NcclWorld::map_arena(int ranks_per_node) {
+  const NcclLibrary& nccl = nccl_library();
+  peers_.rank = self_.rank % ranks_per_node, peers_.size = ranks_per_node, peers_.timeout_ns = timeout_ns_;
+  if (ranks_per_node == 1) {
+    peers_.base[0] = static_cast<unsigned char*>(arena_);
+    return;
+  }
+  if (ranks_per_node < self_.size) {
+    WB_TRY_NCCL(nccl.comm_split(comm_, self_.rank / ranks_per_node, self_.rank, &node_comm_, nullptr));
+    WB_TRY_NCCL(nccl.window_register(node_comm_, arena_, arena_bytes_, &window_, NCCL_WIN_DEFAULT));
+    const int reached = nccl.team_lsa(node_comm_).num_ranks;
+    WB_CHECK(reached == ranks_per_node, "rank {} reaches the memory of {} of the {} ranks of its node", self_.rank, reached, ranks_per_node);
+  }
   const DeviceBuffer table(sizeof(peers_.base), device_);
-  launch_window_pointers(window_, self.size, table.as<void*>(), nullptr);
+  launch_window_pointers(window_, ranks_per_node, table.as<void*>(), nullptr);
   check_launch("nccl_window_pointers");
-  table.download(peers_.base, sizeof(void*) * static_cast<std::size_t>(self.size));
+  table.download(peers_.base, sizeof(void*) * static_cast<std::size_t>(ranks_per_node));
   WB_TRY_CUDA(cudaDeviceSynchronize());
-  peers_.rank = self.rank, peers_.size = self.size, peers_.timeout_ns = timeout_ns_;
-  fabric_->barrier("nccl arena is there");
 }
 
 NcclWorld::~NcclWorld() {
   if (comm_ == nullptr) return;
   const NcclLibrary& nccl = nccl_library();
   (void)cudaDeviceSynchronize();
-  if (window_ != nullptr) (void)nccl.window_deregister(comm_, window_);
+  if (window_ != nullptr) (void)nccl.window_deregister(node_comm_ != nullptr ? node_comm_ : comm_, window_);
   fabric_.reset();
   if (arena_ != nullptr) (void)nccl.mem_free(arena_);
+  if (node_comm_ != nullptr) (void)nccl.comm_destroy(node_comm_);
   (void)nccl.comm_destroy(comm_);
 }
 
@@ -92,7 +125,7 @@ std::uint64_t NcclWorld::window(const std::string& name, std::size_t bytes) {
 
 LocalRanks NcclWorld::local_ranks() const {
   LocalRanks ranks{};
-  ranks.table = peers_, ranks.count = 1, ranks.rank[0] = static_cast<std::int16_t>(self_.rank);
+  ranks.table = peers_, ranks.count = 1, ranks.rank[0] = static_cast<std::int16_t>(peers_.rank);
   return ranks;
 }
 

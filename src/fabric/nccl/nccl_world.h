@@ -2,7 +2,8 @@
 // The nccl engine: one process a GPU. One arena a process, allocated by NCCL and registered once as a symmetric window (multicast off), gives
 // kernels the same DevPeers table that cuda_local gives them; barriers and signals are ours, so NCCL is not in the hot path. Host collectives
 // go over NCCL send and receive (host_fabric()).
-// All ranks must sit in one NVLink domain: a process that cannot be reached is refused.
+// Ranks that do not reach each other's memory are refused, unless NcclOptions::ranks_per_node says that the group has nodes: then windows and
+// peer tables are those of a rank's node, and rail() carries bytes between nodes.
 #pragma once
 
 #include <chrono>
@@ -11,15 +12,20 @@
 
 #include "core/cuda/device_buffer.h"
 #include "fabric/cuda_local/cuda_local_kernels.h"
+#include "fabric/cuda_local/rail.h"
 #include "fabric/nccl/nccl_library.h"
 #include "fabric/nccl/nccl_rendezvous.h"
 #include "waybill/fabric.h"
 
 namespace waybill::cuda {
 
+inline constexpr int kOneNode = 0, kNodesByTopology = -1;
+
 struct NcclOptions {
   std::size_t arena_bytes = std::size_t{1} << 20;  // for all windows; the same on every rank
   std::chrono::milliseconds timeout{60000};        // of the rendezvous, of host collectives and of waits inside kernels
+  // kOneNode; kNodesByTopology: a node is what shares an NVLink domain, equally many ranks each, one behind the other; or their number, to force nodes.
+  int ranks_per_node = kOneNode;
 };
 
 class NcclWorld {
@@ -33,6 +39,11 @@ class NcclWorld {
 
   int rank() const { return self_.rank; }
   int size() const { return self_.size; }
+  int ranks_per_node() const { return peers_.size; }
+  int num_nodes() const { return self_.size / peers_.size; }
+  int node() const { return self_.rank / peers_.size; }
+  // Of the group: valid as long as this. Owned by it.
+  Rail& rail() { return *rail_; }
   int device() const { return device_; }
   Fabric& host_fabric() { return *fabric_; }
 
@@ -42,7 +53,7 @@ class NcclWorld {
   T* at(std::uint64_t offset) const {
     return reinterpret_cast<T*>(static_cast<unsigned char*>(arena_) + offset);
   }
-  LocalRanks local_ranks() const;  // this rank alone
+  LocalRanks local_ranks() const;  // this rank alone, with the table of its node
 
   // As CudaLocalGroup: of this rank. clear_errors() is collective, with no kernel running anywhere.
   std::string first_error() const;
@@ -52,15 +63,19 @@ class NcclWorld {
   void abandon() noexcept;
 
  private:
+  int choose_nodes(int wanted);
+  void map_arena(int ranks_per_node);
+
   ProcessRank self_;
   int device_;
-  ncclComm_t comm_ = nullptr;
+  ncclComm_t comm_ = nullptr, node_comm_ = nullptr;  // the latter where there are several nodes
   ncclWindow_t window_ = nullptr;
   void* arena_ = nullptr;
   std::size_t arena_bytes_, used_;
   std::uint64_t timeout_ns_;
   DevPeers peers_{};
   std::unique_ptr<Fabric> fabric_;
+  std::unique_ptr<Rail> rail_;
 };
 
 }  // namespace waybill::cuda

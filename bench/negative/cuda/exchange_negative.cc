@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ablation of the exchange and published negative results, in one run on two GPUs: each older design beside ours, results compared first.
+//   bench_cuda_negative OUT.jsonl [--filter TEXT]
+// ablation: dense map -> compact routes; full probability row -> the weights of a rank's experts; every slot -> set bits -> lists; default -> tuned
+// combine. negative: one remote payload for every expert; dispatch and permute together; combine and unpermute together; pruned dense scan.
+// Method: as bench_cuda_exchange. Older plans are given what ours pay for: no signals between ranks, places of direct writes from the host.
+#include <cstdlib>
+
+#include "bench/cuda/exchange_record.h"
+#include "bench/negative/cuda/older_designs.h"
+
+namespace waybill::cuda {
+namespace {
+
+using Part = ExchangeGroup::Part;
+constexpr int kSteps = 8, kReplays = 30;
+
+std::FILE* g_out = nullptr;
+std::string g_filter;
+bool g_all_match = true;
+
+class Case {
+ public:
+  Case(const ExchangeShapeCase& c, const std::vector<int>& devices)
+      : c_(c), name_(fmt::format("T{} H{} K{} E{} 2 GPUs", c.T, c.H, c.K, c.E)), L_(c.E / 2), row_(c.H * 2), group_(c, 2, devices) {
+    ok_ = group_.check();
+    group_.run([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s), group_.dispatch(p, i, true, s), group_.permute(p, s); });
+    for (auto& p : group_.parts) host_.push_back(p->exchange.read(p->handle, 0, p->stream));
+  }
+  void run() { plan(), probabilities(), slots(), combines(), together(), direct(); }
+
+ private:
+  StepTime time(const ExchangeGroup::Step& step) { return group_.time(step, kSteps, kReplays); }
+  void add(const char* op, const std::string& variant, const StepTime& t, bool ok = true) {
+    g_all_match &= ok && ok_;
+    write_record(g_out, op, name_, variant, t, 0, 0, ok && ok_, kSteps * kReplays);
+  }
+  unsigned char* extra(int rank) const { return static_cast<unsigned char*>(group_.arena().at(rank, group_.extra_window)); }
+  static std::vector<std::int32_t> download(const void* from, std::size_t count) {
+    std::vector<std::int32_t> values(count);
+    WB_TRY_CUDA(cudaMemcpy(values.data(), from, count * 4, cudaMemcpyDefault));
+    return values;
+  }
+
+  // Dense byte maps against compact routes: what the receiver must know before rows can be used.
+  void plan() {
+    const auto T = static_cast<std::size_t>(c_.T), E = static_cast<std::size_t>(c_.E), tiles = 2 * T / kMapTile;
+    std::vector<DenseMap> maps;
+    std::vector<DeviceBuffer> memory;
+    for (int r = 0; r < 2; ++r) {
+      Part& p = *group_.parts[static_cast<std::size_t>(r)];
+      const DeviceGuard guard(p.device);
+      std::vector<std::uint8_t> map(T * E);
+      for (std::size_t t = 0; t < T; ++t) {
+        for (std::int64_t k = 0; k < c_.K; ++k)
+          map[t * E + static_cast<std::size_t>(p.host_ids[0][t * static_cast<std::size_t>(c_.K) + static_cast<std::size_t>(k)])] = 1;
+      }
+      const auto buffer = [&](std::size_t bytes) -> DeviceBuffer& { return memory.emplace_back(bytes, p.device); };
+      DenseMap m{};
+      m.P = 2, m.rank = r, m.T = static_cast<std::int32_t>(c_.T), m.E = static_cast<std::int32_t>(c_.E);
+      DeviceBuffer& own = buffer(map.size());
+      own.upload(map.data(), map.size());
+      m.own = own.as<std::uint8_t>();
+      for (int peer = 0; peer < 2; ++peer) m.gathered[peer] = extra(peer);
+      m.hits = buffer(2 * T * 4).as<std::uint32_t>(), m.row = buffer(4 * T * 4).as<std::int32_t>();
+      m.tile_counts = buffer((static_cast<std::size_t>(L_) * tiles + 4) * 4).as<std::int32_t>();
+      m.expert_offsets = buffer((static_cast<std::size_t>(L_) + 1) * 4).as<std::int32_t>();
+      m.slot_row = buffer(host_[static_cast<std::size_t>(r)].layout.slot_row.size() * 4).as<std::int32_t>();
+      maps.push_back(m);
+      WB_TRY_CUDA(cudaDeviceSynchronize());
+    }
+    const auto map_of = [&](Part& p) -> const DenseMap& { return maps[static_cast<std::size_t>(p.exchange.rank(0))]; };
+    group_.run([&](Part& p, int, cudaStream_t s) { launch_dense_map_push(map_of(p), s); });
+    group_.run([&](Part& p, int, cudaStream_t s) { launch_dense_map_plan(map_of(p), s); });
+    bool same = true;
+    for (std::size_t r = 0; r < 2; ++r) {
+      same &= download(maps[r].expert_offsets, static_cast<std::size_t>(L_) + 1) == host_[r].layout.expert_offsets;
+      same &= download(maps[r].slot_row, host_[r].layout.slot_row.size()) == host_[r].layout.slot_row;
+    }
+    add("ablation: routes", "dense map: gather", time([&](Part& p, int, cudaStream_t s) { launch_dense_map_push(map_of(p), s); }), same);
+    add("ablation: routes", "dense map: gather, rows and slots",
+        time([&](Part& p, int, cudaStream_t s) { launch_dense_map_push(map_of(p), s), launch_dense_map_plan(map_of(p), s); }), same);
+    add("ablation: routes", "compact: plan and layout", time([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s); }));
+  }
+
+  // A float for every expert of the group beside each row, against the weights of the destination's experts in the plan.
+  void probabilities() {
+    std::vector<DeviceBuffer> rows;
+    for (auto& p : group_.parts) rows.emplace_back(static_cast<std::size_t>(c_.T * c_.E) * 4, p->device);
+    add("ablation: weights", "full probability row", time([&](Part& p, int i, cudaStream_t s) {
+          const DeviceRows extra_rows[] = {{rows[static_cast<std::size_t>(p.exchange.rank(0))].data(), 0}};
+          group_.plan(p, i, s);
+          p.exchange.dispatch(p.handle, DType::kBF16, p.x[static_cast<std::size_t>(i % 4)], group_.rows_window, {extra_rows, c_.E * 4, group_.extra_window},
+                              true, s);
+        }));
+    add("ablation: weights", "of the rank's experts", time([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.dispatch(p, i, true, s); }));
+  }
+
+  // The slots of a row from a dense map, three ways, and from our lists.
+  void slots() {
+    std::vector<DeviceBuffer> maps, other;
+    for (std::size_t r = 0; r < 2; ++r) {
+      Part& p = *group_.parts[r];
+      const DeviceGuard guard(p.device);
+      const auto R = static_cast<std::size_t>(host_[r].layout.R());
+      maps.emplace_back(R * static_cast<std::size_t>(L_) * 4, p.device);
+      other.emplace_back(std::max(host_[r].layout.slot_row.size(), R) * static_cast<std::size_t>(row_), p.device);
+      launch_slot_map(p.exchange.expert_offsets(p.handle, 0), p.exchange.slot_rows(p.handle, 0), static_cast<std::int32_t>(R), static_cast<std::int32_t>(L_),
+                      maps[r].as<std::int32_t>(), p.stream);
+      p.stream.synchronize();
+    }
+    const auto r_of = [](Part& p) { return static_cast<std::size_t>(p.exchange.rank(0)); };
+    const auto R_of = [&](Part& p) { return static_cast<std::int32_t>(host_[r_of(p)].layout.R()); };
+    const auto L = static_cast<std::int32_t>(L_), row = static_cast<std::int32_t>(row_);
+    group_.run([&](Part& p, int, cudaStream_t s) { group_.permute(p, s); });
+    const std::pair<SlotVisit, const char*> visits[] = {
+        {SlotVisit::kEvery, "map, every slot"}, {SlotVisit::kPruned, "map, pruned by warps"}, {SlotVisit::kSetBits, "map, set bits"}};
+    for (const auto& [visit, text] : visits) {
+      const auto permute = [&](Part& p, int, cudaStream_t s) {
+        launch_map_permute(visit, maps[r_of(p)].as<std::int32_t>(), R_of(p), L, p.rows[0].data, other[r_of(p)].data(), row, s);
+      };
+      group_.run(permute);
+      bool same = true;
+      for (std::size_t r = 0; r < 2; ++r) {
+        Part& p = *group_.parts[r];
+        const DeviceGuard guard(p.device);
+        std::vector<unsigned char> a(host_[r].layout.slot_row.size() * static_cast<std::size_t>(row_)), b(a.size());
+        WB_TRY_CUDA(cudaMemcpy(a.data(), p.y[0].data, a.size(), cudaMemcpyDefault));
+        WB_TRY_CUDA(cudaMemcpy(b.data(), other[r].data(), b.size(), cudaMemcpyDefault));
+        same &= a == b;
+      }
+      add("ablation: permute", text, time(permute), same);
+    }
+    add("ablation: permute", "lists", time([&](Part& p, int, cudaStream_t s) { group_.permute(p, s); }));
+    for (const auto& [visit, text] : visits) {
+      add("ablation: unpermute", text, time([&](Part& p, int, cudaStream_t s) {
+            launch_map_unpermute(visit, maps[r_of(p)].as<std::int32_t>(), R_of(p), L, p.y[0].data, other[r_of(p)].data(), row, s);
+          }));
+    }
+    add("ablation: unpermute", "lists", time([&](Part& p, int, cudaStream_t s) { group_.unpermute(p, s); }));
+  }
+
+  void combines() {
+    const ExchangeTuning tuned = group_.tuning();
+    ExchangeTuning plain = tuned;
+    plain.combine = CombinePath::kPull, plain.combine_ctas = 16;
+    const auto combine = [&](Part& p, int, cudaStream_t s) { group_.combine(p, s); };
+    group_.set_tuning(plain);
+    add("ablation: combine", "plain loads, 16 CTAs", time(combine));
+    plain.combine_ctas = 32, group_.set_tuning(plain);
+    add("ablation: combine", "plain loads, 32 CTAs", time(combine));
+    group_.set_tuning(tuned);
+    add("ablation: combine", "tuned", time(combine));
+  }
+
+  void together() {
+    add("negative: fused", "dispatch, then permute",
+        time([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.dispatch_and_layout(p, i, s), group_.permute(p, s); }));
+    add("negative: fused", "dispatch and permute in chunks",
+        time([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.dispatch_and_permute_chunks(p, i, s); }));
+    add("negative: fused", "unpermute, then combine", time([&](Part& p, int, cudaStream_t s) { group_.unpermute(p, s), group_.combine(p, s); }));
+    ExchangeTuning t = group_.tuning();
+    const ExchangeTuning saved = t;
+    t.fused_combine_ctas = 32, group_.set_tuning(t);
+    add("negative: fused", "unpermute and combine in one launch", time([&](Part& p, int, cudaStream_t s) { group_.reduce_and_combine(p, s); }));
+    group_.set_tuning(saved);
+  }
+
+  void direct() {
+    std::vector<DeviceBuffer> targets;
+    for (std::size_t r = 0; r < 2; ++r) {
+      const std::vector<std::int16_t>& ids = group_.parts[r]->host_ids[0];
+      std::vector<DirectTarget> target(ids.size());
+      for (std::int64_t t = 0; t < c_.T; ++t) {
+        std::int64_t next[2] = {};
+        for (int d = 0; d < 2; ++d) {
+          const RowEntry& entry = host_[r].entries[static_cast<std::size_t>(t * 2 + d)];
+          if (entry.rank >= 0) next[entry.rank] = entry.slot_begin;
+        }
+        for (std::int64_t k = 0; k < c_.K; ++k) {
+          const auto at = static_cast<std::size_t>(t * c_.K + k);
+          const auto rank = static_cast<std::size_t>(ids[at] / L_);
+          target[at] = {static_cast<std::int32_t>(rank), static_cast<std::int32_t>(host_[rank].layout.slot_position[static_cast<std::size_t>(next[rank]++)])};
+        }
+      }
+      targets.emplace_back(target.size() * sizeof(DirectTarget), group_.parts[r]->device);
+      targets.back().upload(target.data(), target.size() * sizeof(DirectTarget));
+      WB_TRY_CUDA(cudaDeviceSynchronize());
+    }
+    for (const int ctas : {24, 132}) {
+      const auto write = [&](Part& p, int, cudaStream_t s) {
+        const DirectWrite w{static_cast<std::int32_t>(c_.T),
+                            static_cast<std::int32_t>(c_.K),
+                            static_cast<std::int32_t>(row_),
+                            targets[static_cast<std::size_t>(p.exchange.rank(0))].as<DirectTarget>(),
+                            {extra(0), extra(1)}};
+        launch_direct_write(w, p.x[0][0].data, ctas, s);
+      };
+      group_.run(write);
+      bool same = true;
+      group_.run([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s), group_.dispatch(p, i, true, s), group_.permute(p, s); });
+      for (std::size_t r = 0; r < 2; ++r) {
+        std::vector<unsigned char> a(host_[r].layout.slot_row.size() * static_cast<std::size_t>(row_)), b(a.size());
+        WB_TRY_CUDA(cudaMemcpy(a.data(), group_.parts[r]->y[0].data, a.size(), cudaMemcpyDefault));
+        WB_TRY_CUDA(cudaMemcpy(b.data(), extra(static_cast<int>(r)), b.size(), cudaMemcpyDefault));
+        same &= a == b;
+      }
+      add("negative: direct write", fmt::format("a payload for each expert, {} CTAs", ctas), time(write), same);
+    }
+    add("negative: direct write", "rows once a rank, then permute",
+        time([&](Part& p, int i, cudaStream_t s) { group_.dispatch(p, i, false, s), group_.permute(p, s); }));
+  }
+
+  ExchangeShapeCase c_;
+  std::string name_;
+  std::int64_t L_, row_;
+  ExchangeGroup group_;
+  std::vector<HostHandle> host_;
+  bool ok_ = false;
+};
+
+int main_checked(int argc, char** argv) {
+  std::string path = "negative.jsonl";
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--filter" && i + 1 < argc) {
+      g_filter = argv[++i];
+    } else {
+      path = argument;
+    }
+  }
+  int count = 0;
+  WB_TRY_CUDA(cudaGetDeviceCount(&count));
+  WB_CHECK(count >= 2, "needs 2 GPUs, got {}", count);
+  g_out = std::fopen(path.c_str(), "w");
+  WB_CHECK(g_out != nullptr, "cannot write {}", path);
+  for (ExchangeShapeCase c : {ExchangeShapeCase{4096, 7168, 8, 256}, ExchangeShapeCase{8192, 512, 36, 2304}}) {
+    // Direct writes: the slots of the fuller rank; maps and probability rows are smaller.
+    c.extra_bytes = static_cast<std::size_t>(c.T * c.K * c.H * 2 + c.T * c.K * c.H / 8);
+    if (!g_filter.empty() && fmt::format("T{} H{} K{} E{}", c.T, c.H, c.K, c.E).find(g_filter) == std::string::npos) continue;
+    Case(c, {0, 1}).run();
+  }
+  std::fclose(g_out);
+  return g_all_match ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace waybill::cuda
+
+int main(int argc, char** argv) {
+  try {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    return waybill::cuda::main_checked(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_cuda_negative: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launchers of the two-level exchange, one rank each. N nodes, T_max tokens a rank, K experts a token, E experts, E / N consecutive ones a node.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "exchange/cuda/exchange_kernels.h"
+
+namespace waybill::cuda {
+
+// Travels before the rows of a chunk.
+struct alignas(16) ChunkHeader {
+  std::int32_t rows;
+  std::int32_t unused[3];
+};
+
+// Of one rank. Arrays by node have N parts of T_max rows; the own node's part of what is sent and received stays unused unless said.
+struct NodeArgs {
+  std::int32_t N, node, T, T_max, K, E;
+  std::int32_t id_bytes, node_id_bytes;  // of the route, and of ids within a node
+  const void* ids;                       // [T, K]
+  const float* weights;                  // [T, K]
+  std::int32_t* position;                // [N][T_max] place of a token among those its node gets, -1: none. Own node: the token's number
+  std::int32_t* token;                   // [N][T_max] its inverse
+  ChunkHeader* send_header;              // [N]
+  void* send_ids;                        // [N][T_max, K]
+  float* send_weights;                   // [N][T_max, K]
+  void* node_ids;                        // [N][T_max, K] what this rank's node is to do for it: own part written here, the others received
+  float* node_weights;                   // [N][T_max, K]
+};
+
+// Routes of each node, tokens ascending; the own node's keep their place, and so do bad ids, for its plan to count.
+void launch_node_routes(const NodeArgs& args, cudaStream_t stream);
+// Rows behind header->rows of each received part get id -1.
+void launch_node_trim(const NodeArgs& args, const ChunkHeader* received, cudaStream_t stream);
+// x [T] rows of `bytes` (stride bytes apart) to send[m][i] (other nodes) and own[t] (own node).
+void launch_node_rows(const NodeArgs& args, const void* x, std::int64_t stride, std::int32_t bytes, void* send, void* own, cudaStream_t stream);
+// out [T, H] = sum over nodes, in node order, fp32, of own[t] or returned[m][position]; a token of no node gets 0.
+void launch_node_sum(const NodeArgs& args, RowType wire, RowType out, const void* own, const void* returned, void* to, std::int64_t out_stride, std::int32_t H,
+                     cudaStream_t stream);
+// d_weights [T, K] from own[t, k] or returned[m][position, k]; 0 where there is no route.
+void launch_node_values(const NodeArgs& args, const float* own, const float* returned, float* d_weights, cudaStream_t stream);
+
+}  // namespace waybill::cuda
