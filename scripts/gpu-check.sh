@@ -101,6 +101,11 @@ start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl" --loads
 collect
 start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl" --loads
 collect
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/bench_cuda_negative" ]; then
+  start "ablation of the exchange" "$bin/bench_cuda_negative" "$work/negative.jsonl"
+  collect
+  cat "$work/negative.jsonl" >>"$work/exchange.jsonl"
+fi
 if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
   start "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
   collect
