@@ -61,7 +61,7 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
   if [ -n "$nccl_library" ]; then export WAYBILL_NCCL_LIBRARY=$nccl_library; else note "NCCL library" "failed: none of the header's version"; cat "$work/nccl.log" >&2; fi
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize bench_cuda_moe_phases; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ]; then
@@ -121,6 +121,13 @@ start "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
 collect
 start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl" --loads
 collect
+# Times 18 to 47 ms a step and design: about three minutes. WAYBILL_MOE_OPTIONS replaces the options (--iterations 20: a short run).
+start "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:---ablation --f32}
+collect
+start "benchmark moe, loads" "$bin/bench_cuda_moe" "$work/moe_loads.jsonl" --shape sparser-ep72 --stack sparse,dense-map,padded,capacity --iterations 40 \
+  --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9
+collect
+[ ! -s "$work/moe_loads.jsonl" ] || grep -v '"evidence":"kernel"' "$work/moe_loads.jsonl" >>"$work/moe.jsonl"
 [ ! -s "$work/activation.jsonl" ] || cat "$work/activation.jsonl" >>"$work/gemm.jsonl"
 peers=
 if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
@@ -128,6 +135,11 @@ grouped=
 if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads >"$work/torch_grouped.log" 2>&1; then grouped=$work/torch_grouped.jsonl; else note "peer torch grouped" "skipped: torch did not run"; fi
 fp8=
 if "${PYTHON:-python3}" bench/peers/torch_fp8.py "$work/torch_fp8.jsonl" >"$work/torch_fp8.log" 2>&1; then fp8=$work/torch_fp8.jsonl; else note "peer torch fp8" "skipped: torch did not run"; fi
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && "${PYTHON:-python3}" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" >"$work/torch_moe.log" 2>&1; then
+  cat "$work/torch_moe.jsonl" >>"$work/moe.jsonl"
+else
+  note "peer torch moe" "skipped: torch did not run, or there is one GPU"
+fi
 (IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
 if [ -s "$work/router.jsonl" ]; then
   python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1
@@ -136,10 +148,11 @@ fi
 [ ! -s "$work/gemm.jsonl" ] || python3 scripts/gpu_results.py gemm "$work/gemm.jsonl" $grouped --checks "$work/checks.json" || failed=1
 [ ! -s "$work/fp8.jsonl" ] || python3 scripts/gpu_results.py fp8 "$work/fp8.jsonl" $fp8 --checks "$work/checks.json" || failed=1
 [ ! -s "$work/quantize.jsonl" ] || python3 scripts/gpu_results.py quantize "$work/quantize.jsonl" --checks "$work/checks.json" || failed=1
+[ ! -s "$work/moe.jsonl" ] || python3 scripts/gpu_results.py moe "$work/moe.jsonl" --checks "$work/checks.json" || failed=1
 python3 scripts/render_performance.py || failed=1
 if [ -n "$out" ]; then
   mkdir -p "$out"
-  cp bench/results/*/{router,exchange,gemm,fp8,quantize}.json "$out/" 2>/dev/null
+  cp bench/results/*/{router,exchange,gemm,fp8,quantize,moe}.json "$out/" 2>/dev/null
   tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
 fi
 [ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matched module benchmark: one MoE layer, forward and backward in bf16, by several designs on the same GPUs, parameters, rows and routes. Every stack's
 // results are compared before it is timed; one that differs is not timed, and the exit code is 1. Prints a table, writes records as JSON lines.
-//   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--load natural,W0,...] [--ablation] [--iterations N] [--ranks P] [--factor F]
+//   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--load natural,W0,...] [--ablation] [--f32] [--iterations N] [--ranks P] [--factor F]
 //                  [--shapes FILE] [--trace FILE]
 //     --stack     of sparse, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from dense-map to sparse
+//     --f32       also the sparse stack with weight gradients added to in f32
 //     --ranks     2 by default: one on each of two GPUs, or virtual ranks of one
 //     --factor    receive_factor of sparse and dense-map, 1.25 by default; loads other than natural get what their hottest rank needs, and 5%
 //     --trace     phases of one step of the sparse stack as a Chrome trace (Perfetto)
@@ -32,7 +33,7 @@ struct Options {
   std::vector<std::string> shapes{"deepseek-v3-slice", "qwen3-30b-a3b", "sparser-ep72", "proxy-512", "sparser-2304"};
   std::vector<std::string> stacks{"sparse", "dense-map", "padded", "capacity", "loop"};
   std::vector<std::string> loads{"natural"};
-  bool ablation = false;
+  bool ablation = false, f32 = false;
   int iterations = 160, ranks = 2;
   double factor = 1.25;
 };
@@ -54,6 +55,8 @@ Options parse(int argc, char** argv) {
     };
     if (name == "--ablation")
       o.ablation = true;
+    else if (name == "--f32")
+      o.f32 = true;
     else if (name == "--shape")
       o.shapes = split(value());
     else if (name == "--stack")
@@ -128,6 +131,23 @@ class Comparison {
  public:
   Comparison(const Options& options, Report& report, double dense) : options_(options), report_(report), dense_(dense) {}
 
+  // The sparse stack alone with weight gradients that are added to in f32.
+  void run_f32(const Shape& shape, const std::vector<int>& devices) {
+    Problem problem(shape, options_.ranks, devices, "natural", true);
+    for (int r = 0; r < problem.P(); ++r) {
+      const DeviceGuard guard(problem.rank(r).device);
+      for (const TensorView& g : {problem.rank(r).gradients.w1, problem.rank(r).gradients.w2, problem.rank(r).gradients.gate})
+        WB_TRY_CUDA(cudaMemset(g.data, 0, static_cast<std::size_t>(g.size()) * 4));
+      WB_TRY_CUDA(cudaDeviceSynchronize());
+    }
+    StackOptions options;
+    options.receive_factor = options_.factor, options.accumulate = true;
+    Runner runner(options, problem);
+    runner.step();
+    const double error = check_sparse(problem, runner);
+    measure(problem, {"sparse, gradients f32 +=", options}, runner, error);
+  }
+
   void run(const Shape& shape, const std::vector<int>& devices, const std::string& load) {
     Problem problem(shape, options_.ranks, devices, load);
     std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.E));
@@ -146,12 +166,16 @@ class Comparison {
     first(problem, sparse, reference);
     for (Design design : designs_of(options_, load == "natural")) {
       design.options.receive_factor = factor;
-      try {
-        compare(problem, design, reference);
-      } catch (const Error& error) {  // the others may still run
-        fmt::print("  {}: FAILED: {}\n", design.label, error.what());
-        failed = true;
-      }
+      attempt([&] { compare(problem, design, reference); });
+    }
+  }
+  // A failure is shown; what follows may still run.
+  void attempt(const std::function<void()>& part) {
+    try {
+      part();
+    } catch (const Error& error) {
+      fmt::print("  FAILED: {}\n", error.what());
+      failed = true;
     }
   }
   bool failed = false;
@@ -161,6 +185,7 @@ class Comparison {
   void compare(Problem& problem, const Design& design, const Results& reference) {
     poison_results(problem);
     Runner runner(design.options, problem);
+    fmt::print("  {}\n", design.label);
     runner.step();
     std::vector<const std::int32_t*> places;
     for (std::size_t d = 0; d < runner.num_gpus(); ++d) {
@@ -183,11 +208,8 @@ class Comparison {
     }
   }
 
-  // The sparse stack, against the dense loop in double: its results are what the others are compared with.
-  void first(Problem& problem, const StackOptions& options, Results& reference) {
-    poison_results(problem);
-    Runner runner(options, problem);
-    runner.step();
+  // The sparse stack's routes become the problem's; a token of every rank against the dense loop in double: the largest relative norm.
+  static double check_sparse(Problem& problem, Runner& runner) {
     std::vector<std::int64_t> counts(static_cast<std::size_t>(problem.shape().E));
     for (std::size_t d = 0; d < runner.num_gpus(); ++d) {
       const DeviceGuard guard(problem.devices()[d]);
@@ -205,11 +227,19 @@ class Comparison {
                r, e.out, e.dx);
       error = std::max({error, e.out, e.dx});
     }
+    return error;
+  }
+
+  // What the other stacks are compared with.
+  void first(Problem& problem, const StackOptions& options, Results& reference) {
+    poison_results(problem);
+    Runner runner(options, problem);
+    runner.step();
+    const double error = check_sparse(problem, runner);
     reference.keep(problem);
     fmt::print("  sparse equals the dense loop in double on a token of every rank to {:.1e}; the other stacks equal sparse (relative norm {:.0e})\n", error,
                kStackBound);
-    Design design{"sparse", options};
-    if (is_wanted("sparse")) measure(problem, design, runner, error);
+    if (is_wanted("sparse")) measure(problem, {"sparse", options}, runner, error);
   }
 
   bool is_wanted(const std::string& stack) const { return std::find(options_.stacks.begin(), options_.stacks.end(), stack) != options_.stacks.end(); }
@@ -223,21 +253,35 @@ class Comparison {
     const int iterations = design.options.kind == "loop" ? std::max(8, options_.iterations / 8) : options_.iterations;
     std::size_t inputs = 0;
     for (int r = 0; r < problem.P(); ++r) inputs = std::max(inputs, problem.activation_bytes(r));
+    if (design.options.kind == "sparse") {
+      const double exact = static_cast<double>(problem.hottest_rank_rows()) / static_cast<double>(problem.T_max() * problem.shape().K);
+      row.predicted_bytes = runner.stack(0).predicted_bytes() + inputs, row.exact_bytes = sparse_bytes(design.options, problem, exact) + inputs;
+    }
     if (row.host_waits == 0) {
       runner.capture();
-      row.times = runner.time(true, iterations), row.captured = true, row.variant = design.label + " captured";
-      row.bytes = runner.used_bytes() + inputs;
-      row.predicted_bytes = runner.stack(0).predicted_bytes() > 0 ? runner.stack(0).predicted_bytes() + inputs : 0;
+      row.times = runner.time(true, iterations), row.captured = true, row.variant = design.label + " captured", row.bytes = runner.used_bytes() + inputs;
       report_.add(problem, row, dense_);
+      if (design.label == "sparse") compare_loads(problem, row.times.p50);
     }
     row.times = runner.time(false, iterations), row.captured = false, row.variant = design.label + " eager", row.bytes = runner.used_bytes() + inputs;
     report_.add(problem, row, dense_);
-    if (design.options.kind == "sparse" && !options_.trace.empty()) write_trace(options_.trace, problem.shape().name, spans);
+    if (design.label == "sparse" && !options_.trace.empty()) write_trace(options_.trace, problem.shape().name, spans);
+  }
+
+  // A skewed load should cost what its hottest rank has more than the mean.
+  void compare_loads(Problem& problem, double us) {
+    if (problem.load() == "W0") even_us_ = us;
+    if (problem.load() != "W2" || even_us_ == 0) return;
+    const double slots = static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes());
+    report_.add_rate(
+        "moe load",
+        fmt::format("{}: one hot expert (W2) over even routes (W0), divided by the hottest rank's slots over the mean ({:.3f})", problem.shape().name, slots),
+        us / even_us_ / slots, "x");
   }
 
   const Options& options_;
   Report& report_;
-  double dense_;
+  double dense_, even_us_ = 0;
 };
 
 int main_checked(int argc, char** argv) {
@@ -250,16 +294,17 @@ int main_checked(int argc, char** argv) {
   Report report(options.path);
   {
     Anchor anchor;
-    report.add_rate("cuBLASLt bf16 8192^3, bursts", anchor.tflops(), "TFLOP/s");
+    report.add_rate("dense", "cuBLASLt bf16 8192^3, bursts", anchor.tflops(), "TFLOP/s");
   }
   const double dense = sustained_dense_tflops();
-  report.add_rate("cuBLASLt bf16 8192^3, sustained", dense, "TFLOP/s");
+  report.add_rate("dense", "cuBLASLt bf16 8192^3, sustained", dense, "TFLOP/s");
   const std::vector<Shape> known = read_shapes(options.shapes_file);
   Comparison comparison(options, report, dense);
   for (const std::string& name : options.shapes) {
     const auto shape = std::find_if(known.begin(), known.end(), [&](const Shape& s) { return s.name == name; });
     WB_CHECK(shape != known.end(), "no shape {} in {}", name, options.shapes_file);
-    for (const std::string& load : options.loads) comparison.run(*shape, devices, load);
+    for (const std::string& load : options.loads) comparison.attempt([&] { comparison.run(*shape, devices, load); });
+    if (options.f32) comparison.attempt([&] { comparison.run_f32(*shape, devices); });
   }
   return comparison.failed ? 1 : 0;
 }

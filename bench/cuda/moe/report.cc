@@ -4,6 +4,11 @@
 #include <numeric>
 
 namespace waybill::cuda::moe_bench {
+namespace {
+
+double gib(std::size_t bytes) { return static_cast<double>(bytes) / (1u << 30); }
+
+}  // namespace
 
 double communication_share(const std::array<double, kNumPhases>& phases) {
   const double all = std::accumulate(phases.begin(), phases.end(), 0.0);
@@ -29,29 +34,30 @@ void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
   }
   const double share = communication_share(row.phases);
   fmt::print("  {:<38} {:9.3f} ms [{:.3f} {:.3f}] {:6.1f} TFLOP/s/GPU  {:.2f} of dense  {:6.2f} GiB{}  waits {}  {}{}{}\n", row.variant, row.times.p50 * 1e-3,
-             row.times.p10 * 1e-3, row.times.p90 * 1e-3, tflops, tflops / dense_tflops, static_cast<double>(row.bytes) / (1u << 30),
-             row.predicted_bytes > 0 ? fmt::format(" (predicted {:.2f})", static_cast<double>(row.predicted_bytes) / (1u << 30)) : "", row.host_waits,
-             row.captured ? "graph" : "eager", row.dropped > 0 ? fmt::format("  dropped {}", row.dropped) : "",
+             row.times.p10 * 1e-3, row.times.p90 * 1e-3, tflops, tflops / dense_tflops, gib(row.bytes),
+             row.predicted_bytes > 0 ? fmt::format(" (predicted {:.2f}, at exact sizes {:.2f})", gib(row.predicted_bytes), gib(row.exact_bytes)) : "",
+             row.host_waits, row.captured ? "graph" : "eager", row.dropped > 0 ? fmt::format("  dropped {}", row.dropped) : "",
              all > 0 ? fmt::format("\n      %:{}; exchange {:.1f}, ceiling {:.2f} x", shown, 100 * share, 1 / (1 - share)) : "");
   fmt::print(
       file_,
       "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
       "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"MoE module\",\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},\"iterations\":{},"
-      "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"host_waits\":{},"
+      "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"exact_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"host_"
+      "waits\":{},"
       "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}}}\n",
       c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, row.times.p50, row.times.p99, row.times.iterations, tflops,
-      tflops / dense_tflops, row.bytes, row.predicted_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null", row.host_waits,
+      tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null", row.host_waits,
       row.captured ? "true" : "false", problem.load(), row.computed_rows, row.dropped, row.error,
       static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
   std::fflush(file_), std::fflush(stdout);
 }
 
-void Report::add_rate(const std::string& name, double value, const std::string& unit) {
-  fmt::print("{}: {:.1f} {}\n", name, value, unit);
+void Report::add_rate(const std::string& op, const std::string& name, double value, const std::string& unit) {
+  fmt::print("{}: {:.2f} {}\n", name, value, unit);
   fmt::print(file_,
-             "{{\"op\":\"dense\",\"case\":\"{}\",\"variant\":\"\",\"metric\":\"rate\",\"unit\":\"{}\",\"value\":{:.1f},\"spread\":null,\"floor\":null,"
-             "\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},\"p99\":null,\"iterations\":50}}\n",
-             name, unit, value, value);
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"\",\"metric\":\"rate\",\"unit\":\"{}\",\"value\":{:.2f},\"spread\":null,\"floor\":null,"
+             "\"target\":null,\"peers\":{{}},\"evidence\":\"{}\",\"checked\":true,\"p50\":{:.2f},\"p99\":null,\"iterations\":50}}\n",
+             op, name, unit, value, op == "dense" ? "kernel" : "MoE module", value);
   std::fflush(file_);
 }
 

@@ -16,6 +16,7 @@ struct Row {
   StepTimes times;
   int host_waits = 0;
   std::size_t bytes = 0, predicted_bytes = 0;  // device memory of the stack with x, d_out, out, dx; 0: not known
+  std::size_t exact_bytes = 0;                 // predicted with budgets of exactly what the hottest rank receives
   std::int64_t computed_rows = 0, dropped = 0;
   double error = 0;                         // the largest relative norm of the check
   std::array<double, kNumPhases> phases{};  // microseconds, of eager steps; all 0: not measured
@@ -28,7 +29,7 @@ class Report {
   Report(const Report&) = delete;
   Report& operator=(const Report&) = delete;
   void add(const Problem& problem, const Row& row, double dense_tflops);
-  void add_rate(const std::string& name, double value, const std::string& unit);
+  void add_rate(const std::string& op, const std::string& name, double value, const std::string& unit);
 
  private:
   std::FILE* file_;

@@ -18,7 +18,7 @@ class SparseStack final : public Stack {
   SparseStack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase)
       : problem_(problem), config_(problem.layer_config(options.receive_factor)), ranks_(problem.on(device)) {
     DeviceMoeOptions o = layer_options(options);
-    predicted_ = DeviceMoeLayer::memory(config_, problem.P(), o);
+    predicted_ = sparse_bytes(options, problem, options.receive_factor), backward_.accumulate = options.accumulate;
     o.on_phase = std::move(on_phase);
     layer_ = std::make_unique<DeviceMoeLayer>(
         config_, local_ranks(windows.group, device), device, [&](const std::string& name, std::size_t bytes) { return windows.book(name, bytes); }, o);
@@ -31,7 +31,7 @@ class SparseStack final : public Stack {
     forward_.replay_ids = ids_;
   }
   void forward(cudaStream_t stream) override { layer_->forward(weights_, x_, out_, step_, forward_, stream); }
-  void backward(cudaStream_t stream) override { layer_->backward(weights_, gradients_, x_, d_out_, dx_, step_, {}, stream); }
+  void backward(cudaStream_t stream) override { layer_->backward(weights_, gradients_, x_, d_out_, dx_, step_, backward_, stream); }
   std::string fault(cudaStream_t stream) override {
     WB_TRY_CUDA(cudaStreamSynchronize(stream));
     for (int i = 0; i < layer_->num_ranks(); ++i) {
@@ -44,7 +44,7 @@ class SparseStack final : public Stack {
     return {};
   }
   std::int64_t computed_rows() const override { return problem_.routes() / problem_.P(); }
-  std::size_t predicted_bytes() const override { return predicted_.windows + predicted_.scratch + predicted_.step; }
+  std::size_t predicted_bytes() const override { return predicted_; }
   void add_counts(std::vector<std::int64_t>& counts, cudaStream_t stream) override {
     WB_TRY_CUDA(cudaStreamSynchronize(stream));
     std::vector<std::int32_t> mine(static_cast<std::size_t>(config_.E));
@@ -58,15 +58,21 @@ class SparseStack final : public Stack {
   Problem& problem_;
   MoeConfig config_;
   std::vector<RankTensors*> ranks_;
-  DeviceMoeMemory predicted_;
+  std::size_t predicted_ = 0;
   std::unique_ptr<DeviceMoeLayer> layer_;
   DeviceMoeStep step_;
   std::vector<MoeTensors> weights_, gradients_;
   std::vector<TensorView> x_, out_, d_out_, dx_, ids_;
   DeviceMoeForward forward_;
+  DeviceMoeBackward backward_;
 };
 
 }  // namespace
+
+std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor) {
+  const DeviceMoeMemory memory = DeviceMoeLayer::memory(problem.layer_config(factor), problem.P(), layer_options(options));
+  return memory.windows + memory.scratch + memory.step;
+}
 
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem) {
   return DeviceMoeLayer::arena_bytes(problem.layer_config(options.receive_factor), problem.P(), layer_options(options));

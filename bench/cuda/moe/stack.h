@@ -30,6 +30,7 @@ struct StackOptions {
   double receive_factor = 1.25;   // budgets of sparse and dense-map
   double capacity_factor = 1.25;  // capacity
   bool permute = false;           // sparse: always copy rows to expert order
+  bool accumulate = false;        // sparse: add to the weight gradients (f32)
 };
 
 class Stack {
@@ -61,6 +62,8 @@ struct Windows {
 std::size_t arena_bytes(const StackOptions& options, Problem& problem);
 std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 
+// Bytes of one rank of the sparse stack, by its own account; factor in place of the options'.
+std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor);
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem);
 std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 std::size_t map_arena_bytes(const StackOptions& options, Problem& problem);
