@@ -3,6 +3,8 @@
 // prints a table and writes records as JSON lines. Exit code 1 when a check fails: its records say "checked": false.
 //   bench_cuda_exchange OUT.jsonl [--filter TEXT] [--loads] [--tune [--parts dispatch,combine,overlap,reduce]] [--processes]
 //     --loads       also the loads W0 to W9 of bench/shapes/loads.toml, in one process
+//     --tune        searches the numbers of exchange/tuning_table.h and writes a table to OUT.jsonl.tuning (WAYBILL_EXCHANGE_TUNING reads it);
+//                   with --parts instead prints sweeps of the parts named
 //     --processes   two ranks as processes over NCCL windows (needs 2 GPUs and NCCL) instead of one process
 // With two GPUs: one rank on each, over their link. With one: the steps without a link, and two virtual ranks.
 // Method "captured": a graph of 8 steps over 4 sets of routes and rows on each GPU, replayed 50 times; microseconds a step, the slower GPU's.
@@ -15,6 +17,7 @@
 #include "bench/cuda/exchange_group.h"
 #include "bench/cuda/exchange_processes.h"
 #include "bench/cuda/exchange_record.h"
+#include "bench/cuda/exchange_tune.h"
 
 namespace waybill::cuda {
 namespace {
@@ -25,7 +28,7 @@ constexpr int kSteps = 8, kReplays = 50;
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
 std::string g_filter;
-std::string g_parts;           // of --tune: those named, or all
+std::string g_parts;           // of --tune: the sweeps to print
 NcclWorld* g_world = nullptr;  // --processes: this rank's
 
 // The slower rank's; every rank calls it.
@@ -276,11 +279,28 @@ void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
   ExchangeGroup g(c, 2, devices);
   if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
-  const auto wanted = [](const char* part) { return g_parts.empty() || g_parts.find(part) != std::string::npos; };
+  const auto wanted = [](const char* part) { return g_parts.find(part) != std::string::npos; };
   if (wanted("dispatch")) tune_dispatch(g, name);
   if (wanted("combine")) tune_combine(g, name);
   if (wanted("overlap")) tune_overlap(g, name);
   if (wanted("reduce")) tune_reduce(g, name);
+}
+
+// A table from three sizes of row.
+void write_table(const std::string& path, const std::vector<int>& devices) {
+  const std::pair<ExchangeShapeCase, std::int64_t> rows[] = {{{8192, 512, 36, 2304}, 4095}, {{4096, 3584, 8, 256}, 8191}, {{4096, 7168, 8, 256}, 16384}};
+  TuningTable table;
+  for (const auto& [shape, row_bytes] : rows) {
+    ExchangeGroup g(shape, 2, devices);
+    if (!g.check()) g_all_match = false, fmt::print("H{}: WRONG\n", shape.H);
+    table.push_back(RowSearch(g, row_bytes).find());
+  }
+  const std::string text = format_tuning(table);
+  fmt::print("{}", text);
+  std::FILE* out = std::fopen(path.c_str(), "w");
+  WB_CHECK(out != nullptr, "cannot write {}", path);
+  fmt::print(out, "{}", text);
+  std::fclose(out);
 }
 
 int two_processes(const std::string& path, const ExchangeShapeCase& deepseek, const ExchangeShapeCase& sparser) {
@@ -324,6 +344,10 @@ int main_checked(int argc, char** argv) {
   WB_CHECK(g_out != nullptr, "cannot write {}", path);
   anchors(devices);
   if (is_tune) {
+    if (g_parts.empty()) {
+      write_table(path + ".tuning", devices);
+      return g_all_match ? 0 : 1;
+    }
     tune(deepseek, devices), tune(sparser, devices);
     tune_local({65536, 512, 5, 32, 0, 0.9}), tune_local({8192, 7168, 4, 128});
     return g_all_match ? 0 : 1;

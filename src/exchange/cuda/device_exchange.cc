@@ -109,8 +109,13 @@ int DeviceExchange::local_ctas(int per_sm) const {
   return std::max(1, all / num_ranks());
 }
 
-int DeviceExchange::dispatch_ctas(int row_bytes) const {
-  return tuning_.dispatch_ctas > 0 ? tuning_.dispatch_ctas : (row_bytes >= 8192 ? 14 : (row_bytes >= 4096 ? 16 : 20));
+RowTuning DeviceExchange::tuned(std::int64_t row_bytes) const {
+  RowTuning t = tuning_for(tuning_table(), row_bytes);
+  const auto take = [](int& value, int given) { value = given != 0 ? given : value; };
+  take(t.dispatch_ctas, tuning_.dispatch_ctas), take(t.chunk_ctas, tuning_.chunk_ctas);
+  take(t.combine_ctas, tuning_.combine_ctas), take(t.combine_warps, tuning_.combine_warps), take(t.combine_stages, tuning_.combine_stages);
+  take(t.reduce_stages, tuning_.reduce_stages), take(t.fused_combine_ctas, tuning_.fused_combine_ctas), take(t.fused_stages, tuning_.fused_stages);
+  return t;
 }
 
 RowType DeviceExchange::row_type(const char* what, DType dtype) const {
@@ -180,7 +185,7 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
   args.handshake = after_plan ? 0 : 1;
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data, q.call[i].b = scales.bytes > 0 ? scales.rows[i].data : nullptr;
-  const int ctas = dispatch_ctas(args.part[0].bytes);
+  const int ctas = tuned(args.part[0].bytes).dispatch_ctas;
   if (tuning_.dispatch == DispatchPath::kBulk || (tuning_.dispatch == DispatchPath::kAuto && compute_major_ >= 9)) return queue_dispatch(q, args, ctas, stream);
   launch_dispatch_push(q, args, spinning_ctas(dispatch_push_kernel(), kRowThreads, 0, ctas), tuning_.overlap_launches, stream);
   check_launch("exchange_dispatch_push");
@@ -189,7 +194,7 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
 bool DeviceExchange::supports_chunks() const { return compute_major_ >= 9 && 2 * num_ranks() <= num_sms_; }
 
 // At most half of the SMs, so that permute_arriving() has the others.
-int DeviceExchange::chunk_ctas() const { return std::max(1, std::min(tuning_.chunk_ctas > 0 ? tuning_.chunk_ctas : 24, num_sms_ / 2 / num_ranks())); }
+int DeviceExchange::chunk_ctas(std::int64_t row_bytes) const { return std::max(1, std::min(tuned(row_bytes).chunk_ctas, num_sms_ / 2 / num_ranks())); }
 
 void DeviceExchange::dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
                                      cudaStream_t stream) const {
@@ -199,7 +204,7 @@ void DeviceExchange::dispatch_chunks(const DeviceHandle& handle, DType dtype, st
   args.handshake = after_plan ? 0 : 1, args.remote_only = 1;
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < x.size(); ++i) q.call[i].a = x[i].data;
-  queue_dispatch(q, args, chunk_ctas(), stream);
+  queue_dispatch(q, args, chunk_ctas(args.part[0].bytes), stream);
 }
 
 void DeviceExchange::queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const {
@@ -220,7 +225,7 @@ void DeviceExchange::queue_dispatch(const ExchangeParams& q, DispatchArgs args, 
 void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const {
   const std::vector<DeviceRows> rows(static_cast<std::size_t>(num_ranks()));
   const DispatchArgs args = dispatch_args(dtype, rows, window, Scales{});
-  launch_dispatch_pull(with(handle), args, x_window, spinning_ctas(dispatch_pull_kernel(), kRowThreads, 0, dispatch_ctas(args.part[0].bytes)),
+  launch_dispatch_pull(with(handle), args, x_window, spinning_ctas(dispatch_pull_kernel(), kRowThreads, 0, tuned(args.part[0].bytes).dispatch_ctas),
                        tuning_.overlap_launches, stream);
   check_launch("exchange_dispatch_pull");
 }
@@ -233,16 +238,17 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
   const CombineArgs args{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0};
+  const RowTuning t = tuned(config_.H * static_cast<std::int64_t>(size_bytes(wire())));
   // The bulk kernel holds a token's destinations in one warp.
   if ((tuning_.combine == CombinePath::kBulk || (tuning_.combine == CombinePath::kAuto && compute_major_ >= 9)) && q.shape.D <= 32) {
-    const int stages = std::min(tuning_.combine_stages, 16);
-    int warps = std::min(tuning_.combine_warps, 16);
+    const int stages = std::min(t.combine_stages, 16);
+    int warps = std::min(t.combine_warps, 16);
     while (warps > 1 && combine_bulk_smem(warps, stages) > static_cast<std::size_t>(max_smem_ - 4096)) --warps;
-    const int ctas = spinning_ctas(combine_bulk_kernel(from, to), warps * 32, combine_bulk_smem(warps, stages), tuning_.combine_ctas);
+    const int ctas = spinning_ctas(combine_bulk_kernel(from, to), warps * 32, combine_bulk_smem(warps, stages), t.combine_ctas);
     launch_combine_bulk(q, args, from, to, ctas, warps, stages, tuning_.overlap_launches, stream);
     return check_launch("exchange_combine_bulk");
   }
-  const int ctas = spinning_ctas(combine_pull_kernel(from, to), kPullThreads, 0, tuning_.combine_ctas);
+  const int ctas = spinning_ctas(combine_pull_kernel(from, to), kPullThreads, 0, t.combine_ctas);
   launch_combine_pull(q, args, from, to, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_combine_pull");
 }
@@ -256,15 +262,14 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
   check_rows("reduce_and_combine: y", y, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("reduce_and_combine: out", out, num_ranks(), config_.H, size_bytes(dtype));
   ExchangeParams q = with(handle);
+  const RowTuning t = tuned(config_.H * static_cast<std::int64_t>(size_bytes(dtype)));
   ReduceCombineArgs args{CombineArgs{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0},
                          y[0].stride == 0 ? config_.H : y[0].stride,
                          weighted ? 1 : 0,
                          0,
-                         std::clamp(tuning_.fused_stages, 1, 6),
-                         std::clamp(tuning_.reduce_stages, 1, 6)};
-  const bool wide = config_.H * static_cast<std::int64_t>(size_bytes(dtype)) >= 4096;
-  const int wanted = tuning_.fused_combine_ctas == 0 ? (wide ? 32 : 0) : tuning_.fused_combine_ctas;
-  const bool one_launch = wanted > 0 && ring_holds_slots() && q.shape.D <= 32;
+                         std::clamp(t.fused_stages, 1, 6),
+                         std::clamp(t.reduce_stages, 1, 6)};
+  const bool one_launch = t.fused_combine_ctas > 0 && ring_holds_slots() && q.shape.D <= 32;
   const int ctas = one_launch ? spinning_ctas(reduce_combine_kernel(type, from), kRowThreads, reduce_combine_smem(args), num_sms_) : 0;
   if (ctas < 2) {
     std::vector<DeviceRows> z;
@@ -273,7 +278,7 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
     return combine(handle, window, dtype, out, stream);
   }
   for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = out[i].data;
-  args.combine_ctas = std::clamp(wanted, 1, ctas - 1);
+  args.combine_ctas = std::clamp(t.fused_combine_ctas, 1, ctas - 1);
   if (num_ranks() > 1) args.combine_ctas = std::min(args.combine_ctas, std::max(1, ctas / 4));
   launch_reduce_combine(q, args, type, from, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_reduce_combine");
@@ -286,7 +291,9 @@ void DeviceExchange::combine_push(const DeviceHandle& handle, std::uint64_t wind
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
   const CombineArgs args{window, slots, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 1};
-  launch_combine_push(q, args, from, spinning_ctas(combine_push_kernel(), kRowThreads, 0, tuning_.combine_ctas), tuning_.overlap_launches, stream);
+  launch_combine_push(q, args, from,
+                      spinning_ctas(combine_push_kernel(), kRowThreads, 0, tuned(config_.H * static_cast<std::int64_t>(size_bytes(wire()))).combine_ctas),
+                      tuning_.overlap_launches, stream);
   check_launch("exchange_combine_push");
   launch_combine_pull(q, args, from, to, local_ctas(), tuning_.overlap_launches, stream);
   check_launch("exchange_combine_pull");

@@ -33,6 +33,7 @@
 #include "core/cuda/status_device.h"
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/tuning.h"
+#include "exchange/tuning_table.h"
 #include "waybill/exchange.h"
 
 namespace waybill::cuda {
@@ -170,8 +171,8 @@ class DeviceExchange {
   const T* part(const DeviceHandle& handle, int index, std::uint64_t offset) const;
   ExchangeParams with(const DeviceHandle& handle) const;
   int spinning_ctas(const void* kernel, int threads, std::size_t smem, int wanted) const;
-  int dispatch_ctas(int row_bytes) const;
-  int chunk_ctas() const;
+  RowTuning tuned(std::int64_t row_bytes) const;  // the table's row with what tuning() says instead
+  int chunk_ctas(std::int64_t row_bytes) const;
   bool ring_holds_slots() const;
   void queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const;
   int local_ctas(int per_sm = 2) const;

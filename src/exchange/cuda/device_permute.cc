@@ -28,7 +28,7 @@ void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, s
   const std::int64_t row_stride = rows[0].stride == 0 ? config_.H : rows[0].stride;
   WB_CHECK((x[0].stride == 0 ? config_.H : x[0].stride) == row_stride, "permute_arriving: x and rows need one stride, got {} and {}", x[0].stride, row_stride);
   // They wait for dispatch_chunks() of all ranks, this one's included: its CTAs need SMs that these leave alone.
-  const int left = (num_sms_ - chunk_ctas() * num_ranks()) / num_ranks();
+  const int left = (num_sms_ - chunk_ctas(config_.H * static_cast<std::int64_t>(size_bytes(dtype))) * num_ranks()) / num_ranks();
   WB_CHECK(supports_chunks() && left >= 1, "permute_arriving needs what dispatch_chunks() needs, and an SM beside it: {} ranks on {} SMs", num_ranks(),
            num_sms_);
   ExchangeParams q = with(handle);
@@ -65,7 +65,8 @@ void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, s
                       z_in_window ? 1 : 0,
                       0};
   if ((tuning_.reduce == ReducePath::kAuto || tuning_.reduce == ReducePath::kBulk) && ring_holds_slots()) {
-    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuning_.reduce_stages, 1, 6), tuning_.overlap_launches, stream);
+    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuned(config_.H * static_cast<std::int64_t>(size_bytes(dtype))).reduce_stages, 1, 6),
+                          tuning_.overlap_launches, stream);
     return check_launch("exchange_unpermute_bulk");
   }
   launch_unpermute_reduce(q, args, from, to, local_ctas(1), tuning_.overlap_launches, stream);
