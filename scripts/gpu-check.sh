@@ -66,7 +66,7 @@ for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nc
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
-  elif [ "${program#bench}" = "$program" ]; then
+  elif [ "${program#bench}" = "$program" ] && [ $program != test_cuda_nccl ]; then
     start "$program" "$bin/$program"
   fi
 done
@@ -97,6 +97,11 @@ if [ $quick = 0 ]; then
   fi
 fi
 collect
+# Its ranks are processes that wait for each other: alone on the GPUs.
+if [ -x "$bin/test_cuda_nccl" ]; then
+  start test_cuda_nccl timeout 150 "$bin/test_cuda_nccl"
+  collect
+fi
 start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl" --loads
 collect
 start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl" --loads

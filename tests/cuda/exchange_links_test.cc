@@ -70,7 +70,7 @@ TEST(ExchangeTwoGpusLost, APeerThatEndsAfterThePlanOrAfterItsRowsIsNamed) {
   for (const bool after_rows : {false, true}) {
     GpuOptions options;
     options.devices = {0, 1}, options.chunks = options.fused_combine = true, options.tuning.fused_combine_ctas = 32,
-    options.timeout = std::chrono::milliseconds(100);
+    options.timeout = std::chrono::milliseconds(1500);
     GpuGroup gpu(config_of(group), group.placement, options);
     gpu.upload(group);
     gpu.step();

@@ -10,7 +10,7 @@
 
 namespace waybill::cuda {
 
-inline constexpr std::int64_t kNodeTokens = 90;
+inline constexpr std::int64_t kNodeTokens = 1100;  // more than a CTA of node_routes takes at a time
 
 inline ts::Group two_level_group(int P, std::uint64_t seed) {
   std::vector<std::int64_t> T;
