@@ -130,6 +130,8 @@ class GpuMoe {
     options.training = training;
     options.padding_masks = p.masks, options.replay_ids = p.replays;
     options.token_offset = p.first;
+    const auto masked = std::accumulate(batch_.mask.begin(), batch_.mask.end(), std::int64_t{0});
+    options.valid_tokens = static_cast<double>(batch_.T() - masked), options.loss_sequences = num_sequences();
     p.layer.forward(p.parameters, p.x, p.out, p.step, options, stream);
   }
   void backward(std::size_t index, cudaStream_t stream) {
@@ -176,6 +178,16 @@ class GpuMoe {
     }
     return {};
   }
+  std::vector<std::int32_t> total_counts(int rank) {
+    std::vector<std::int32_t> counts(static_cast<std::size_t>(c_.E));
+    for (auto& part : parts_) {
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) {
+        if (part->rank_of(i) != rank) continue;
+        WB_TRY_CUDA(cudaMemcpy(counts.data(), part->step.total_counts(static_cast<int>(i)), counts.size() * 4, cudaMemcpyDeviceToHost));
+      }
+    }
+    return counts;
+  }
   StatusWord status(int rank) {
     for (auto& part : parts_) {
       for (std::size_t i = 0; i < part->ranks.size(); ++i) {
@@ -192,6 +204,15 @@ class GpuMoe {
   const CudaStream& stream(std::size_t device = 0) { return parts_[device]->stream; }
 
  private:
+  // With at least one token that is not padding.
+  double num_sequences() const {
+    if (c_.sequence_length == 0 || batch_.mask.empty()) return 0;
+    double count = 0;
+    for (auto t = batch_.mask.begin(); t < batch_.mask.end(); t += c_.sequence_length)
+      count += std::find(t, t + c_.sequence_length, 0) != t + c_.sequence_length;
+    return count;
+  }
+
   struct Rank {
     DeviceTensor gate, bias, w1, w2, shared_w1, shared_w2, latent_down, latent_up;
     DeviceTensor g_gate, g_w1, g_w2, g_shared_w1, g_shared_w2, g_latent_down, g_latent_up;

@@ -30,6 +30,10 @@ void expect_agreement(const MoeConfig& c, const mt::Weights<float>& w, const mt:
   want.gradients.for_each([&](const char* name, std::vector<float>& v) {
     expect_close(gradients[next++], v, std::string(name) == "gate" ? kGateBound : kNormBound, what + ": d_" + name);
   });
+  for (const auto& [loss, expected] : {std::pair(got.losses.aux, want.losses.aux), std::pair(got.losses.sequence, want.losses.sequence),
+                                       std::pair(got.losses.z, want.losses.z), std::pair(got.global_loss, want.global_loss)}) {
+    EXPECT_NEAR(loss, expected, 1e-5 * std::abs(expected)) << what << ": losses";
+  }
   for (std::size_t p = 0; p < got.slots.size(); ++p) {
     EXPECT_TRUE(got.valid[p]) << what;
     EXPECT_EQ(got.slots[p], want.slots[p]) << what << ", rank " << p;
@@ -40,9 +44,14 @@ void expect_agreement(const MoeConfig& c, const mt::Weights<float>& w, const mt:
 
 std::vector<std::int64_t> even(int P, std::int64_t T) { return std::vector<std::int64_t>(static_cast<std::size_t>(P), T); }
 
-void check(const MoeConfig& c, const std::vector<std::int64_t>& tokens, const MoeGpuOptions& options, const std::string& what, std::uint64_t seed = 7) {
-  const mt::Weights<float> w = bf16_weights(c, seed);
-  const mt::Batch batch = bf16_batch(c, tokens, seed + 100);
+void check(const MoeConfig& c, const std::vector<std::int64_t>& tokens, const MoeGpuOptions& options, const std::string& what, std::uint64_t seed = 7,
+           bool masked = false) {
+  const mt::Weights<float> w = bf16_weights(c, seed, c.bias_update_rate != 0);
+  mt::Batch batch = bf16_batch(c, tokens, seed + 100);
+  if (masked) {
+    for (std::int64_t t = 0; t < batch.T(); ++t) batch.mask.push_back(t % 5 == 2 ? 1 : 0);
+  }
+  if (c.z_coefficient != 0 || c.global_coefficient != 0) batch.loss_scale = 0.5f;
   GpuMoe gpu(c, static_cast<int>(tokens.size()), w, options);
   gpu.upload(batch), gpu.zero_gradients();
   gpu.step();
@@ -124,6 +133,68 @@ TEST_P(MoeCuda, EveryRowPolicyAndRecomputeModeHasTheSameBits) {
   }
 }
 
+TEST_P(MoeCuda, SharedExpertsAndLatentWidths) {
+  WB_NEEDS_GPU();
+  const int P = GetParam();
+  for (int features = 1; features < 4; ++features) {
+    MoeConfig c = gpu_config(16, 4, 60);
+    if ((features & 1) != 0) c.shared_F = 40;
+    if ((features & 2) != 0) c.latent = 32;
+    const std::string what = fmt::format("shared {}, latent {}", c.shared_F, c.latent);
+    check(c, even(P, 60), {}, what);
+    check(c, even(P, 57), {.out_dtype = DType::kBF16, .gradient_dtype = DType::kBF16}, what + ", bf16 results", 8, true);
+    check(c, even(P, 60), {.accumulate = true}, what + ", accumulated");
+    if (P > 1) {
+      std::vector<std::int64_t> ragged = even(P, 60);
+      ragged[1] = 0, ragged[0] = 1;
+      check(c, ragged, {}, what + ", ragged");
+    }
+    const mt::Weights<float> w = bf16_weights(c, 3);
+    const mt::Batch batch = bf16_batch(c, even(P, 60), 4);
+    GpuMoe reference(c, P, w, {});
+    reference.upload(batch), reference.step();
+    const mt::Result want = reference.result();
+    for (const Recompute recompute : {Recompute::kActivation, Recompute::kLayer}) {
+      MoeConfig other = c;
+      other.recompute = recompute;
+      GpuMoe gpu(other, P, w, {});
+      gpu.upload(batch), gpu.step();
+      expect_same_bits(want, gpu.result(), what + fmt::format(", recompute {}", static_cast<int>(recompute)));
+    }
+  }
+}
+
+TEST_P(MoeCuda, LossesAndTheirGradients) {
+  WB_NEEDS_GPU();
+  const int P = GetParam();
+  for (const bool masked : {false, true}) {
+    for (const ScoreFunction score : {ScoreFunction::kSoftmax, ScoreFunction::kSigmoid}) {
+      const std::string what = fmt::format("score {}, masked {}", static_cast<int>(score), masked);
+      MoeConfig c = gpu_config(16, 4, 64);
+      c.router.score = score;
+      c.aux_coefficient = 2, c.sequence_coefficient = 1, c.sequence_length = 16, c.z_coefficient = 0.3f;
+      check(c, even(P, 64), {}, what + ", aux, sequence, z", 11, masked);
+      c.aux_coefficient = 0, c.global_coefficient = 3, c.sequence_coefficient = 0, c.aux_counts = AuxCounts::kUnbiased, c.bias_update_rate = 1e-3f;
+      check(c, even(P, 64), {}, what + ", global of unbiased counts", 12, masked);
+    }
+  }
+}
+
+TEST_P(MoeCuda, CountsOfAllRanks) {
+  WB_NEEDS_GPU();
+  const int P = GetParam();
+  MoeConfig c = gpu_config(16, 4, 64);
+  c.bias_update_rate = 1e-3f;
+  const mt::Weights<float> w = bf16_weights(c, 3, true);
+  GpuMoe gpu(c, P, w, {});
+  for (std::uint64_t round = 0; round < 4; ++round) {
+    gpu.upload(bf16_batch(c, even(P, 64), round)), gpu.step();
+    std::vector<std::int32_t> want(16, 0);
+    for (const std::int32_t id : gpu.result().ids) ++want[static_cast<std::size_t>(id)];
+    for (int p = 0; p < P; ++p) EXPECT_EQ(gpu.total_counts(p), want) << "rank " << p << ", round " << round;
+  }
+}
+
 TEST_P(MoeCuda, PaddingTokensTakeNoPart) {
   WB_NEEDS_GPU();
   const int P = GetParam();
@@ -200,12 +271,10 @@ TEST_P(MoeCuda, ACapturedStepHasTheBitsOfAnEagerOneOverManyRoutes) {
   EXPECT_EQ(captured.report(0).forwards, static_cast<std::uint64_t>(rounds) + 1);
 }
 
-TEST_P(MoeCuda, AnExceededBudgetChangesNothing) {
-  WB_NEEDS_GPU();
-  const int P = GetParam();
-  if (P == 1) GTEST_SKIP() << "one rank receives what it brings";
+void expect_overflow_is_harmless(int P, bool everything) {
   MoeConfig c = gpu_config(16, 1, 16);
   c.mode = ExchangeMode::kCaptured, c.receive_factor = 1;  // 16 slots a rank
+  if (everything) c.shared_F = 24, c.latent = 32, c.aux_coefficient = 1, c.z_coefficient = 1;
   const mt::Weights<float> w = bf16_weights(c, 60);
   const auto to_first_rank = [&](std::int64_t slots) {
     mt::Batch batch = bf16_batch(c, even(P, 16), 61);
@@ -239,6 +308,13 @@ TEST_P(MoeCuda, AnExceededBudgetChangesNothing) {
   gpu.upload(full), gpu.zero_gradients(), gpu.step();
   mt::Result again = gpu.result();
   expect_same_bits(got, again, "after an overflow");
+}
+
+TEST_P(MoeCuda, AnExceededBudgetChangesNothing) {
+  WB_NEEDS_GPU();
+  const int P = GetParam();
+  if (P == 1) GTEST_SKIP() << "one rank receives what it brings";
+  for (const bool everything : {false, true}) expect_overflow_is_harmless(P, everything);
 }
 
 TEST_P(MoeCuda, EvaluationLeavesNothingForBackward) {

@@ -26,6 +26,9 @@ const DeviceMoeReport& DeviceMoeStep::report(int index) const { return *saved_->
 const DeviceHandle& DeviceMoeStep::handle() const { return saved_->handle; }
 DeviceRoute DeviceMoeStep::route(int index) const { return saved_->routes.at(static_cast<std::size_t>(index)); }
 const std::int32_t* DeviceMoeStep::counts(int index) const { return saved_->at<std::int32_t>(static_cast<std::size_t>(index), saved_->layout.counts); }
+const std::int32_t* DeviceMoeStep::total_counts(int index) const {
+  return saved_->has_totals ? saved_->at<std::int32_t>(static_cast<std::size_t>(index), saved_->layout.totals) : nullptr;
+}
 
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
     : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch) {
@@ -37,6 +40,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   const auto W = static_cast<std::size_t>(config.row_width());
   windows.partials = book("moe partials", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
   windows.gradients = book("moe gradients", row_window_bytes(exchange_config, P, W * 2));
+  if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, P));
   for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(exchange_config, P, W * 2)));
   if (config.recompute > Recompute::kActivation) {
     shared_rows_window = step_windows[0];
@@ -78,7 +82,7 @@ DeviceMoeStep DeviceMoeLayer::make_step() {
   saved.rows_window = impl_->step_windows.back(), impl_->step_windows.pop_back();
   saved.reports = PinnedReports(impl_->ranks.count);
   saved.routes.resize(impl_->count());
-  saved.layout = impl_->step_parts, saved.layer = impl_.get();
+  saved.layout = impl_->step_parts, saved.layer = impl_.get(), saved.has_totals = num_totals(impl_->config) > 0;
   return step;
 }
 
@@ -89,6 +93,7 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
   const Impl::Forward f{parameters, x, out, saved, options, stream};
   impl_->check_forward(f);
   const DeviceGuard guard(impl_->where.index);
+  impl_->set_totals(f);
   saved.padding_masks.assign(options.padding_masks.begin(), options.padding_masks.end());
   for (std::size_t i = 0; i < impl_->count(); ++i) {
     saved.routes[i] = DeviceRoute{saved.at<void>(i, saved.layout.ids), saved.at<float>(i, saved.layout.weights), x[i].shape[0]};

@@ -44,11 +44,16 @@ struct DeviceMoeOptions {
 };
 
 struct DeviceMoeForward {
-  bool training = true;                        // false: no losses, nothing is kept for backward
-  std::span<const TensorView> padding_masks;   // u8 [T] a rank, 1 = padding; or empty
-  std::span<const TensorView> replay_ids;      // i16 or i32 [T, K] a rank; or empty
-  std::int64_t token_offset = 0;               // of row 0 of rank 0; forced balance only
-  double loss_tokens = 0, loss_sequences = 0;  // of the global batch; 0 = this call's, all ranks (then no padding mask may be given)
+  bool training = true;                       // false: no losses, nothing is kept for backward
+  std::span<const TensorView> padding_masks;  // u8 [T] a rank, 1 = padding; or empty
+  std::span<const TensorView> replay_ids;     // i16 or i32 [T, K] a rank; or empty
+  std::int64_t token_offset = 0;              // of row 0 of rank 0; forced balance only
+  // For the losses. valid_tokens: of this call over all ranks of the group; 0 = the T of the launch together, where it holds all ranks and no padding
+  // mask is given. loss_tokens, loss_sequences: of the global batch; 0 = this call's (with a mask the sequences must be given).
+  double valid_tokens = 0, loss_tokens = 0, loss_sequences = 0;
+  // Global loss: counts of earlier micro-batches over all ranks, i32 [E] a rank of the launch, and the tokens they cover; or empty.
+  std::span<const TensorView> accumulated_counts;
+  double accumulated_tokens = 0;
 };
 
 struct DeviceMoeBackward {
@@ -77,6 +82,8 @@ class DeviceMoeStep {
   // Device memory of the last forward, of rank `index`: ids and weights [T, K], counts [E] of this rank's tokens.
   DeviceRoute route(int index) const;
   const std::int32_t* counts(int index) const;
+  // [E] counts of all ranks, where losses or bias_update_rate need them; else null.
+  const std::int32_t* total_counts(int index) const;
 
  private:
   friend class DeviceMoeLayer;

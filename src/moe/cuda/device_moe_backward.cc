@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
-#include "moe/cuda/sum_rows.h"
+#include "moe/cuda/step_rows.h"
 #include "waybill/gate.h"
 #include "waybill/grouped_gemm_activation.h"
 
@@ -9,8 +9,10 @@ namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::backward(const Backward& b) {
   recompute(b);
+  if (config.latent > 0) mark(Phase::kShared, b.stream);
+  const std::vector<DeviceRows> sent = sent_gradients(b);
   mark(Phase::kDispatch, b.stream);
-  exchange->dispatch(b.saved.handle, DType::kBF16, device_rows(b.d_out), windows.gradients, /*after_plan=*/false, b.stream);
+  exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
   mark(Phase::kExpertGemm, b.stream);
   second_matmul_gradients(b);
   first_matmul_gradients(b);
@@ -31,13 +33,18 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
     for (std::size_t i = 0; i < count(); ++i) {
       activation_forward(config.activation, h(b.saved, i), slot_weights(b.saved, i).as<float>(), a(b.saved, i), on(b.stream),
                          offsets(b.saved, i).as<std::int32_t>() + L);
+      if (config.shared_F > 0) {
+        activation_forward(config.activation, shared_h(b.saved, i), nullptr, shared_a(b.saved, i), on(b.stream),
+                           dense_offsets(b.saved, i).as<std::int32_t>() + 1);
+      }
     }
     return;
   }
   mark(Phase::kGate, b.stream);
   for (std::size_t i = 0; i < count(); ++i) gate_forward(b.x[i], b.parameters[i].gate, logits(b.saved, i), on(b.stream));
   mark(Phase::kDispatch, b.stream);
-  exchange->dispatch(b.saved.handle, DType::kBF16, device_rows(b.x), b.saved.rows_window, /*after_plan=*/false, b.stream);
+  exchange->dispatch(b.saved.handle, DType::kBF16, sent_rows(b.parameters, b.x, b.saved, b.stream), b.saved.rows_window, /*after_plan=*/false, b.stream);
+  if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_hidden(b.parameters, b.x, b.saved, /*keep_h=*/true, b.stream);
   mark(Phase::kExpertGemm, b.stream);
   first_matmul(b.parameters, b.saved, /*keep_h=*/true, b.stream);
 }
@@ -53,7 +60,7 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
     w2.a = dy, w2.a_rows = list, w2.dy = a(b.saved, i), w2.layout = WeightLayout::kLCN;
     if (!gathered) w2.a = a(b.saved, i), w2.dy = dy, w2.layout = WeightLayout::kLNC;
     w2.offsets = offsets(b.saved, i), w2.d_weights = b.gradients[i].w2, w2.status = status_word(i);
-    w2.accumulate = b.options.accumulate && w2.d_weights.dtype == DType::kF32;
+    w2.accumulate = adds_to(w2.d_weights, b);
     grouped_gemm_wgrad(w2, on(b.stream));
     GroupedGemmActivationBackwardArgs act;
     act.product.a = dy, act.product.a_rows = list, act.product.weights = b.parameters[i].w2, act.product.layout = WeightLayout::kLCN;
@@ -72,7 +79,7 @@ void DeviceMoeLayer::Impl::first_matmul_gradients(const Backward& b) {
     GroupedGemmWgradArgs w1;
     w1.a = gathered ? rows(b.saved.rows_window, i) : y(i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i), w1.d_weights = b.gradients[i].w1;
     if (gathered) w1.a_rows = slot_rows(b.saved, i);
-    w1.accumulate = b.options.accumulate && w1.d_weights.dtype == DType::kF32, w1.status = status_word(i);
+    w1.accumulate = adds_to(w1.d_weights, b), w1.status = status_word(i);
     grouped_gemm_wgrad(w1, on(b.stream));
     GroupedGemmDgradArgs d;
     d.dy = h(b.saved, i), d.weights = b.parameters[i].w1, d.offsets = offsets(b.saved, i), d.da = y(i), d.status = status_word(i);
@@ -93,30 +100,30 @@ void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
     const std::int64_t T = b.saved.routes[i].T;
     RouterInputs inputs = router_inputs(b.parameters[i], b.saved, i);
     inputs.weight_factors = TensorView(b.saved.at<float>(i, step_parts.weight_factors), DType::kF32, {T}, where);
-    router_backward(config.router, RouterLossConfig{}, inputs, route(b.saved, i), d_weights[i], RouterLossInputs{}, b.options.loss_scale,
-                    TensorView(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {T, config.E}, where), on(b.stream));
+    auto* d_logits = scratch_at<float>(i, scratch_parts.d_logits);
+    router_backward(config.router, loss_config(), inputs, route(b.saved, i), d_weights[i], loss_inputs(b.saved, i), b.options.loss_scale,
+                    TensorView(d_logits, DType::kF32, {T, config.E}, where), on(b.stream));
+    if (!has_losses(config)) continue;
+    launch_clear_invalid(exchange->header(b.saved.handle, static_cast<int>(i)), d_logits, T * config.E, b.stream);
+    check_launch("moe_clear_invalid");
   }
 }
 
-// d_gate; dx = the experts' part + the gate's. Both parts lie where the rows' gradients were.
+// d_gate; dx = the routed experts' part + those of the gate and the shared expert, which lie where the rows' gradients were.
 void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
   mark(Phase::kGate, b.stream);
-  std::vector<DeviceRows> combined;
+  std::vector<DeviceRows> to;
   for (std::size_t i = 0; i < count(); ++i) {
     const std::int64_t T = b.saved.routes[i].T;
     const TensorView d_logits(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {T, config.E}, where);
-    gate_backward(b.x[i], b.parameters[i].gate, d_logits, TensorView(scratch_at<float>(i, scratch_parts.d_gate_x), DType::kF32, {T, config.H}, where),
-                  b.gradients[i].gate, b.options.accumulate, on(b.stream));
-    combined.push_back({scratch_at<void>(i, scratch_parts.d_combined), 0});
+    gate_backward(b.x[i], b.parameters[i].gate, d_logits, base(b.saved, i), b.gradients[i].gate, b.options.accumulate, on(b.stream));
+    to.push_back({config.latent > 0 ? scratch_at<void>(i, scratch_parts.latent_gradient) : combined(b.saved, i).data, 0});
   }
+  if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_gradients(b);
   mark(Phase::kCombine, b.stream);
-  exchange->combine(b.saved.handle, windows.partials, DType::kF32, combined, b.stream);
-  for (std::size_t i = 0; i < count(); ++i) {
-    launch_sum_rows({scratch_at<float>(i, scratch_parts.d_combined), scratch_at<float>(i, scratch_parts.d_gate_x), b.dx[i].data, b.saved.routes[i].T * config.H,
-                     b.dx[i].dtype == DType::kBF16},
-                    b.stream);
-    check_launch("moe_sum_rows");
-  }
+  exchange->combine(b.saved.handle, windows.partials, config.latent > 0 ? DType::kBF16 : DType::kF32, to, b.stream);
+  if (config.latent > 0) mark(Phase::kShared, b.stream), latent_gradients(b);
+  add_parts(b.saved, b.dx, /*masked=*/false, b.stream);
 }
 
 }  // namespace waybill::cuda

@@ -34,16 +34,24 @@ struct Checker {
   const MoeConfig& c;
   std::int64_t L;
   Device device;
+  void dense(const MoeTensors& t, Types types, const char* what, int rank) const {
+    if (c.shared_F > 0) check_view(t.shared_w1, {c.shared_inner_width(), c.H}, types, device, what, "shared_w1", rank);
+    if (c.shared_F > 0) check_view(t.shared_w2, {c.H, c.shared_F}, types, device, what, "shared_w2", rank);
+    if (c.latent > 0) check_view(t.latent_down, {c.latent, c.H}, types, device, what, "latent_down", rank);
+    if (c.latent > 0) check_view(t.latent_up, {c.H, c.latent}, types, device, what, "latent_up", rank);
+  }
   void parameters(const MoeTensors& t, int rank) const {
     check_view(t.gate, {c.E, c.H}, kWeight, device, "parameter", "gate", rank);
     if (t.router_bias) check_view(t.router_bias, {c.E}, kSingle, device, "parameter", "router_bias", rank);
     check_view(t.w1, {L, c.inner_width(), c.row_width()}, kWeight, device, "parameter", "w1", rank);
     check_view(t.w2, {L, c.row_width(), c.F}, kWeight, device, "parameter", "w2", rank);
+    dense(t, kWeight, "parameter", rank);
   }
   void gradients(const MoeTensors& t, int rank) const {
     check_view(t.gate, {c.E, c.H}, kSingle, device, "gradient", "gate", rank);
     check_view(t.w1, {L, c.inner_width(), c.row_width()}, kEither, device, "gradient", "w1", rank);
     check_view(t.w2, {L, c.row_width(), c.F}, kEither, device, "gradient", "w2", rank);
+    dense(t, kEither, "gradient", rank);
   }
   void rows(const TensorView& view, std::int64_t T, Types types, const char* name, int rank) const {
     check_view(view, {T, c.H}, types, device, "tensor", name, rank);
@@ -60,10 +68,10 @@ void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& gi
   refuse_if(config.expert_tensor_parallel > 1, "expert tensor parallelism");
   refuse_if(config.force_dense_map || config.pad_to_capacity, "the dense-map path");
   refuse_if(config.capacity_factor > 0, "the capacity mode");
-  refuse_if(config.latent > 0, "a latent width");
-  refuse_if(config.shared_F > 0, "shared experts");
-  refuse_if(config.aux_coefficient != 0 || config.sequence_coefficient != 0 || config.global_coefficient != 0 || config.z_coefficient != 0, "auxiliary losses");
-  WB_CHECK(config.H % 8 == 0 && config.F % 8 == 0, "the MoE layer on GPUs takes H and F in multiples of 8, got H = {}, F = {}", config.H, config.F);
+  refuse_if(config.aux_coefficient != 0 && config.global_coefficient != 0, "the aux and the global loss together");
+  WB_CHECK(config.H % 8 == 0 && config.F % 8 == 0 && config.latent % 8 == 0 && config.shared_F % 8 == 0,
+           "the MoE layer on GPUs takes H, F, latent and shared_F in multiples of 8, got H = {}, F = {}, latent = {}, shared_F = {}", config.H, config.F,
+           config.latent, config.shared_F);
   WB_CHECK(given.num_steps >= 1, "a layer needs at least one step, got num_steps = {}", given.num_steps);
 }
 
@@ -75,6 +83,7 @@ void DeviceMoeLayer::Impl::check_forward(const Forward& f) const {
     WB_CHECK(tensors.empty() || tensors.size() == n, "forward: {} ranks of this launch, got {} {}", n, tensors.size(), name);
   };
   optional(f.options.padding_masks, "padding masks"), optional(f.options.replay_ids, "replayed ids");
+  optional(f.options.accumulated_counts, "accumulated counts");
   WB_CHECK(f.saved.layer == this, "forward: the step was made by another layer");
   const Checker check{config, L, where};
   for (std::size_t i = 0; i < n; ++i) {

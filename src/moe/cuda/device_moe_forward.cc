@@ -2,6 +2,8 @@
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/cuda/step_report.h"
+#include "moe/cuda/step_rows.h"
+#include "moe/cuda/sum_rows.h"
 #include "waybill/gate.h"
 #include "waybill/grouped_gemm_activation.h"
 
@@ -12,8 +14,18 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   mark(Phase::kPlan, f.stream);
   exchange->plan(f.saved.handle, f.saved.routes, f.stream);
   exchange->layout(f.saved.handle, f.stream);
+  const std::vector<DeviceRows> sent = sent_rows(f.parameters, f.x, f.saved, f.stream);
   mark(Phase::kDispatch, f.stream);
-  send(f);
+  exchange->dispatch(f.saved.handle, DType::kBF16, sent, f.saved.rows_window, /*after_plan=*/true, f.stream);
+  if (config.shared_F > 0) {
+    mark(Phase::kShared, f.stream);
+    for (std::size_t i = 0; i < count(); ++i) {
+      launch_step_rows(exchange->header(f.saved.handle, static_cast<int>(i)), static_cast<std::int32_t>(f.saved.routes[i].T),
+                       dense_offsets(f.saved, i).as<std::int32_t>(), f.stream);
+      check_launch("moe_step_rows");
+    }
+    shared_hidden(f.parameters, f.x, f.saved, f.options.training && config.recompute <= Recompute::kActivation, f.stream);
+  }
   mark(Phase::kExpertGemm, f.stream);
   first_matmul(f.parameters, f.saved, f.options.training && config.recompute <= Recompute::kActivation, f.stream);
   second_matmul(f);
@@ -35,13 +47,14 @@ void DeviceMoeLayer::Impl::choose(const Forward& f) {
     if (!f.options.replay_ids.empty()) inputs.replay_ids = f.options.replay_ids[i];
     RouterOutputs outputs;
     outputs.route = route(f.saved, i), outputs.status = f.options.training ? status_word(i) : nullptr;
+    if (num_totals(config) > 0) outputs.route.counts = scratch_at<std::int32_t>(i, scratch_parts.own_counts);
+    if (config.aux_counts == AuxCounts::kUnbiased && num_totals(config) > 0) outputs.counts_unbiased = outputs.route.counts + config.E;
+    if (has_losses(config) && f.options.training) outputs.score_sums = scratch_at<double>(i, scratch_parts.score_sums);
     outputs.weight_factors = f.saved.at<float>(i, step_parts.weight_factors);
     router_forward(config.router, inputs, outputs, on(f.stream));
   }
-}
-
-void DeviceMoeLayer::Impl::send(const Forward& f) {
-  exchange->dispatch(f.saved.handle, DType::kBF16, device_rows(f.x), f.saved.rows_window, /*after_plan=*/true, f.stream);
+  if (num_totals(config) > 0) reduce_counts(f);
+  if (has_losses(config) && f.options.training) compute_losses(f);
 }
 
 // h (where wanted) and a of every rank.
@@ -71,14 +84,32 @@ void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
 void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
   exchange->unpermute_reduce(f.saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
                              f.stream);
-  exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream);
+  if (config.latent == 0 && config.shared_F == 0) return exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream);
+  std::vector<DeviceRows> to;
+  for (std::size_t i = 0; i < count(); ++i) to.push_back({config.latent > 0 ? latent_out(f.saved, i) : combined(f.saved, i).data, 0});
+  exchange->combine(f.saved.handle, windows.partials, config.latent > 0 ? DType::kBF16 : DType::kF32, to, f.stream);
+  mark(Phase::kShared, f.stream);
+  if (config.latent > 0) latent_result(f.parameters, f.saved, f.stream);
+  if (config.shared_F > 0) shared_result(f.parameters, f.saved, f.stream);
+  add_parts(f.saved, f.out, /*masked=*/config.latent == 0, f.stream);
+}
+
+// to = what combine() gave (without a latent width) + base. masked: base has the rows of a valid step alone.
+void DeviceMoeLayer::Impl::add_parts(const Saved& saved, std::span<const TensorView> to, bool masked, cudaStream_t stream) {
+  for (std::size_t i = 0; i < count(); ++i) {
+    launch_sum_rows({config.latent == 0 ? combined(saved, i).as<float>() : nullptr, base(saved, i).as<float>(),
+                     masked ? dense_offsets(saved, i).as<std::int32_t>() + 1 : nullptr, to[i].data, saved.routes[i].T, config.H, to[i].dtype == DType::kBF16},
+                    stream);
+    check_launch("moe_sum_rows");
+  }
 }
 
 void DeviceMoeLayer::Impl::report(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
     const int index = static_cast<int>(i);
-    launch_step_report({exchange->header(f.saved.handle, index), exchange->expert_counts(f.saved.handle, index), static_cast<std::int32_t>(L), 0, nullptr,
-                        f.saved.reports.at(index)},
+    launch_step_report({exchange->header(f.saved.handle, index), exchange->expert_counts(f.saved.handle, index), static_cast<std::int32_t>(L),
+                        config.global_coefficient != 0 ? 1 : 0,
+                        has_losses(config) && f.options.training ? scratch_at<double>(i, scratch_parts.losses) : nullptr, f.saved.reports.at(index)},
                        f.stream);
     check_launch("moe_step_report");
   }

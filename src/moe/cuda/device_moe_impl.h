@@ -37,7 +37,9 @@ struct DeviceMoeStep::Saved {
   std::vector<TensorView> padding_masks;
   DeviceMoeStepLayout layout{};
   const void* layer = nullptr;
-  bool ready = false;  // a training forward filled it and no backward has used it
+  bool has_totals = false;
+  double valid_tokens = 0, loss_tokens = 0, loss_sequences = 0, global_tokens = 0;  // of the losses
+  bool ready = false;                                                               // a training forward filled it and no backward has used it
 
   template <class T>
   T* at(std::size_t index, std::uint64_t offset) const {
@@ -67,6 +69,7 @@ struct DeviceMoeLayer::Impl {
 
   std::size_t count() const { return static_cast<std::size_t>(exchange->num_ranks()); }
   void mark(Phase phase, cudaStream_t stream);
+  static bool adds_to(const TensorView& gradient, const Backward& b) { return b.options.accumulate && gradient.dtype == DType::kF32; }
 
   // device_moe_checks.cc
   void check_forward(const Forward& f) const;
@@ -91,16 +94,38 @@ struct DeviceMoeLayer::Impl {
   std::vector<DeviceRows> device_rows(std::span<const TensorView> tensors) const;
   std::vector<DeviceRows> y_rows() const;
   std::vector<DeviceRows> window_rows(std::uint64_t window) const;
+  TensorView shared_h(const Saved& saved, std::size_t i) const;
+  TensorView shared_a(const Saved& saved, std::size_t i) const;
+  TensorView dense_offsets(const Saved& saved, std::size_t i) const;
+  TensorView base(const Saved& saved, std::size_t i) const;      // f32 [T, H]
+  TensorView combined(const Saved& saved, std::size_t i) const;  // the same
+  void* latent_out(const Saved& saved, std::size_t i) const { return saved.at<void>(i, step_parts.latent_out); }
   StatusWord* status_word(std::size_t i) const { return status[i].device_ptr(); }
 
   // device_moe_forward.cc
   void forward(const Forward& f);
   void choose(const Forward& f);
-  void send(const Forward& f);
   void first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream);
   void second_matmul(const Forward& f);
   void gather_results(const Forward& f);
+  void add_parts(const Saved& saved, std::span<const TensorView> to, bool masked, cudaStream_t stream);
   void report(const Forward& f);
+
+  // device_moe_dense.cc: what every token sees, shared expert and latent projections
+  std::vector<DeviceRows> sent_rows(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, cudaStream_t stream);
+  void shared_hidden(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, bool keep_h, cudaStream_t stream);
+  void shared_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream);
+  void latent_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream);
+  std::vector<DeviceRows> sent_gradients(const Backward& b);
+  void shared_gradients(const Backward& b);
+  void latent_gradients(const Backward& b);
+
+  // device_moe_losses.cc
+  void set_totals(const Forward& f);
+  void reduce_counts(const Forward& f);
+  void compute_losses(const Forward& f);
+  RouterLossConfig loss_config() const;
+  RouterLossInputs loss_inputs(const Saved& saved, std::size_t i) const;
 
   // device_moe_backward.cc
   void backward(const Backward& b);

@@ -43,6 +43,10 @@ DeviceMoeStepLayout step_layout(const MoeConfig& c, int P) {
   s.logits = carver.take_if(c.recompute <= Recompute::kActivation, T * c.E, 4);
   s.h = carver.take_if(c.recompute <= Recompute::kActivation, S * c.inner_width(), 2);
   s.a = carver.take_if(c.recompute <= Recompute::kNone, S * c.F, 2);
+  s.shared_h = carver.take_if(c.recompute <= Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
+  s.shared_a = carver.take_if(c.recompute <= Recompute::kNone, T * c.shared_F, 2);
+  s.latent_out = carver.take(T * c.latent, 2);
+  s.totals = carver.take(num_totals(c), 4), s.global_totals = carver.take(c.global_coefficient != 0 ? c.E : 0, 4), s.dense_offsets = carver.take(2, 4);
   s.bytes = carver.used;
   return s;
 }
@@ -54,14 +58,21 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P) {
   s.logits = carver.take_if(c.recompute > Recompute::kActivation, T * c.E, 4);
   s.h = carver.take_if(c.recompute > Recompute::kActivation, S * c.inner_width(), 2);
   s.a = carver.take_if(c.recompute > Recompute::kNone, S * c.F, 2);
-  const std::size_t half = aligned(static_cast<std::size_t>(T * std::max(W, c.H)) * 4);
+  s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
+  s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
+  const std::size_t half = aligned(static_cast<std::size_t>(T * c.H) * 4);
   s.y = carver.take(static_cast<std::int64_t>(std::max(static_cast<std::size_t>(S * W) * 2, 2 * half)), 1);
-  s.d_combined = s.y, s.d_gate_x = s.y + half;
+  s.combined = s.y, s.base = s.y + half;
+  s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
+  s.own_counts = carver.take(num_totals(c), 4);
+  s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(3, 8);
   s.d_slot_weight = carver.take(S, 4);
   s.d_weights = carver.take(T * c.K, 4), s.d_logits = carver.take(T * c.E, 4);
   s.bytes = carver.used;
   return s;
 }
+
+std::size_t counts_window_bytes(const MoeConfig& config, int P) { return static_cast<std::size_t>(2 * P * num_totals(config)) * 4; }
 
 int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) { return config.recompute <= Recompute::kActivation ? options.num_steps : 1; }
 
@@ -72,7 +83,8 @@ std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const De
   const std::size_t rows = aligned(row_window_bytes(exchange, P, 2 * W)),
                     partials = aligned(row_window_bytes(exchange, P, W * size_bytes(partials_dtype(config, P))));
   constexpr std::size_t kControl = 128 * 1024;  // what a group keeps at the start of its arenas
-  return exchange_window_bytes(exchange, P) + partials + rows * static_cast<std::size_t>(1 + num_row_windows(config, options)) + kControl;
+  return exchange_window_bytes(exchange, P) + partials + rows * static_cast<std::size_t>(1 + num_row_windows(config, options)) +
+         aligned(counts_window_bytes(config, P)) + kControl;
 }
 
 DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options) {

@@ -23,25 +23,40 @@ struct DeviceMoeStepLayout {
   std::uint64_t ids, weights, counts, weight_factors;  // the route
   std::uint64_t logits;                                // f32 [T, E]
   std::uint64_t h, a;                                  // bf16 [S, inner], [S, F]; kNoPart: scratch of the layer
+  std::uint64_t shared_h, shared_a;                    // bf16 [T, shared inner], [T, shared_F]; the same
+  std::uint64_t latent_out;                            // bf16 [T, latent]
+  // i32: [E] counts of all ranks, then [E] those of AuxCounts::kUnbiased; [E] with the accumulated ones (global loss).
+  std::uint64_t totals, global_totals;
+  std::uint64_t dense_offsets;  // i32 [2]: 0, and the rows that the shared expert sees: T, or 0 of an invalid step
   std::size_t bytes;
 };
 // The same of the layer's scratch. What a recompute mode keeps in no step lies here.
 struct DeviceMoeScratchLayout {
-  std::uint64_t logits, h, a;  // kNoPart where the steps have them
-  // bf16 [S, W], and at other times of a step d_combined and d_gate_x f32 [T, W] one behind the other.
-  std::uint64_t y, d_combined, d_gate_x;
-  std::uint64_t d_slot_weight;        // f32 [S]
-  std::uint64_t d_weights, d_logits;  // f32 [T, K], [T, E]
+  std::uint64_t logits, h, a, shared_h, shared_a;  // kNoPart where the steps have them
+  // bf16 [S, W], and at other times f32 [T, H] one behind the other: what combine() gave, and the part of out or dx that crosses no link.
+  std::uint64_t y, combined, base;
+  std::uint64_t latent_rows, latent_gradient;  // bf16 [T, latent]: what is dispatched; d_latent_in
+  std::uint64_t own_counts;                    // i32 [E] twice: this rank's, and of kUnbiased
+  std::uint64_t score_sums, losses;            // f64 [E + 1], [3]
+  std::uint64_t d_slot_weight;                 // f32 [S]
+  std::uint64_t d_weights, d_logits;           // f32 [T, K], [T, E]
   std::size_t bytes;
 };
+inline bool has_losses(const MoeConfig& c) {
+  return c.aux_coefficient != 0 || c.sequence_coefficient != 0 || c.global_coefficient != 0 || c.z_coefficient != 0;
+}
+inline bool reduces_counts(const MoeConfig& c) { return has_losses(c) || c.bias_update_rate != 0; }
+inline std::int64_t num_totals(const MoeConfig& c) { return reduces_counts(c) ? c.E * (c.aux_counts == AuxCounts::kUnbiased ? 2 : 1) : 0; }
+
 DeviceMoeStepLayout step_layout(const MoeConfig& config, int P);
 DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P);
 
 // Row windows beside those of the exchange: partials, gradients of rows, and the rows that steps keep (one for all of them where they are
 // dispatched again).
 struct DeviceMoeWindows {
-  std::uint64_t partials = 0, gradients = 0;
+  std::uint64_t partials = 0, gradients = 0, counts = 0;
 };
+std::size_t counts_window_bytes(const MoeConfig& config, int P);  // [2 parities][P][num_totals] i32
 int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options);
 
 }  // namespace waybill::cuda

@@ -20,6 +20,24 @@ TensorView DeviceMoeLayer::Impl::y(std::size_t i) const {
   return TensorView(scratch_at<void>(i, scratch_parts.y), DType::kBF16, {S, config.row_width()}, where);
 }
 
+TensorView DeviceMoeLayer::Impl::shared_h(const Saved& saved, std::size_t i) const {
+  void* data = step_parts.shared_h != kNoPart ? saved.at<void>(i, step_parts.shared_h) : scratch_at<void>(i, scratch_parts.shared_h);
+  return TensorView(data, DType::kBF16, {saved.routes[i].T, config.shared_inner_width()}, where);
+}
+TensorView DeviceMoeLayer::Impl::shared_a(const Saved& saved, std::size_t i) const {
+  void* data = step_parts.shared_a != kNoPart ? saved.at<void>(i, step_parts.shared_a) : scratch_at<void>(i, scratch_parts.shared_a);
+  return TensorView(data, DType::kBF16, {saved.routes[i].T, config.shared_F}, where);
+}
+TensorView DeviceMoeLayer::Impl::dense_offsets(const Saved& saved, std::size_t i) const {
+  return TensorView(saved.at<std::int32_t>(i, step_parts.dense_offsets), DType::kI32, {2}, where);
+}
+TensorView DeviceMoeLayer::Impl::base(const Saved& saved, std::size_t i) const {
+  return TensorView(scratch_at<float>(i, scratch_parts.base), DType::kF32, {saved.routes[i].T, config.H}, where);
+}
+TensorView DeviceMoeLayer::Impl::combined(const Saved& saved, std::size_t i) const {
+  return TensorView(scratch_at<float>(i, scratch_parts.combined), DType::kF32, {saved.routes[i].T, config.H}, where);
+}
+
 TensorView DeviceMoeLayer::Impl::rows(std::uint64_t window, std::size_t i) const {
   return TensorView(ranks.table.base[ranks.rank[i]] + window, DType::kBF16, {R, config.row_width()}, where);
 }

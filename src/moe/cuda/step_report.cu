@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kThreads) moe_step_report(const StepReportArgs
   report.min_expert_rows = is_valid ? low : 0, report.max_expert_rows = is_valid ? high : 0;
   report.max_slot_demand = args.header->max_slot_demand, report.max_row_demand = args.header->max_row_demand;
   if (args.losses != nullptr) {
-    report.aux_loss = args.losses[0], report.sequence_loss = args.losses[1], report.global_loss = args.losses[2], report.z_loss = args.losses[3];
+    report.aux_loss = args.is_global != 0 ? 0 : args.losses[0], report.global_loss = args.is_global != 0 ? args.losses[0] : 0;
+    report.sequence_loss = args.losses[1], report.z_loss = args.losses[2];
   }
   __threadfence_system();
   report.forwards = report.forwards + 1;

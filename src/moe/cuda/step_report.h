@@ -15,8 +15,8 @@ struct StepReportArgs {
   const HandleHeader* header;
   const std::int32_t* expert_counts;  // [L]
   std::int32_t L;
-  std::int32_t unused;
-  const double* losses;     // [4] aux, sequence, global, z; or null
+  std::int32_t is_global;   // losses[0] is the global loss
+  const double* losses;     // [3] aux, sequence, z; or null
   DeviceMoeReport* report;  // page-locked host memory
 };
 void launch_step_report(const StepReportArgs& args, cudaStream_t stream);

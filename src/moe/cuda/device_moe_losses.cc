@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// Counts over all ranks and the losses that need them. They are constants of the gradients.
+#include "core/cuda/cuda_error.h"
+#include "moe/cuda/device_moe_impl.h"
+#include "moe/cuda/reduce_counts.h"
+
+namespace waybill::cuda {
+
+// What the losses are averaged over; from T where the caller does not say.
+void DeviceMoeLayer::Impl::set_totals(const Forward& f) {
+  if (!has_losses(config)) return;
+  double tokens = f.options.valid_tokens;
+  if (tokens == 0) {
+    WB_CHECK(ranks.count == P && f.options.padding_masks.empty(),
+             "the losses need valid_tokens, of all ranks: this launch holds {} of {} ranks, and {} padding masks are given", ranks.count, P,
+             f.options.padding_masks.size());
+    for (const TensorView& x : f.x) tokens += static_cast<double>(x.shape[0]);
+  }
+  f.saved.valid_tokens = tokens, f.saved.global_tokens = tokens + f.options.accumulated_tokens;
+  f.saved.loss_tokens = f.options.loss_tokens > 0 ? f.options.loss_tokens : tokens;
+  f.saved.loss_sequences = f.options.loss_sequences;
+  if (config.sequence_coefficient == 0) return;
+  for (const TensorView& x : f.x) {
+    WB_CHECK(x.shape[0] % config.sequence_length == 0, "T = {} is not a multiple of sequence_length = {}", x.shape[0], config.sequence_length);
+  }
+  if (f.saved.loss_sequences > 0) return;
+  WB_CHECK(f.options.padding_masks.empty(), "the sequence loss needs loss_sequences where padding masks are given");
+  f.saved.loss_sequences = tokens / static_cast<double>(config.sequence_length);
+}
+
+void DeviceMoeLayer::Impl::reduce_counts(const Forward& f) {
+  ReduceCountsArgs args{};
+  args.ranks = ranks, args.window = windows.counts, args.n = static_cast<std::int32_t>(num_totals(config)), args.E = static_cast<std::int32_t>(config.E);
+  args.first = args.n - args.E;  // the counts of the losses come last
+  for (std::size_t i = 0; i < count(); ++i) {
+    const auto* own = scratch_at<std::int32_t>(i, scratch_parts.own_counts);
+    WB_TRY_CUDA(cudaMemcpyAsync(f.saved.at<void>(i, step_parts.counts), own, static_cast<std::size_t>(config.E) * 4, cudaMemcpyDeviceToDevice, f.stream));
+    args.rank[i] = {own, f.options.accumulated_counts.empty() ? nullptr : f.options.accumulated_counts[i].as<std::int32_t>(),
+                    f.saved.at<std::int32_t>(i, step_parts.totals),
+                    config.global_coefficient != 0 ? f.saved.at<std::int32_t>(i, step_parts.global_totals) : nullptr};
+  }
+  launch_reduce_counts(args, f.stream);
+  check_launch("moe_reduce_counts");
+}
+
+RouterLossConfig DeviceMoeLayer::Impl::loss_config() const {
+  RouterLossConfig losses;
+  losses.aux_coefficient = config.global_coefficient != 0 ? config.global_coefficient : config.aux_coefficient;
+  losses.sequence_coefficient = config.sequence_coefficient, losses.sequence_length = config.sequence_length;
+  losses.z_coefficient = config.z_coefficient;
+  return losses;
+}
+
+RouterLossInputs DeviceMoeLayer::Impl::loss_inputs(const Saved& saved, std::size_t i) const {
+  RouterLossInputs inputs;
+  if (!has_losses(config)) return inputs;
+  const bool global = config.global_coefficient != 0;
+  inputs.aux_counts =
+      global ? saved.at<std::int32_t>(i, step_parts.global_totals) : saved.at<std::int32_t>(i, step_parts.totals) + (num_totals(config) - config.E);
+  inputs.aux_tokens = global ? saved.global_tokens : saved.valid_tokens;
+  inputs.loss_tokens = saved.loss_tokens, inputs.num_sequences = saved.loss_sequences;
+  return inputs;
+}
+
+void DeviceMoeLayer::Impl::compute_losses(const Forward& f) {
+  for (std::size_t i = 0; i < count(); ++i) {
+    RouterLossInputs inputs = loss_inputs(f.saved, i);
+    inputs.score_sums = scratch_at<double>(i, scratch_parts.score_sums);
+    router_losses_into(config.router, loss_config(), router_inputs(f.parameters[i], f.saved, i), route(f.saved, i), inputs,
+                       scratch_at<double>(i, scratch_parts.losses), on(f.stream));
+  }
+}
+
+}  // namespace waybill::cuda
