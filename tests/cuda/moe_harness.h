@@ -73,8 +73,9 @@ struct DeviceTensor {
     WB_TRY_CUDA(cudaMemcpy(view.data, from, values.size() * size_bytes(view.dtype), cudaMemcpyHostToDevice));
   }
   std::vector<float> get() const { return get(view.shape[0]); }
-  std::vector<float> get(std::int64_t rows) const {
-    const auto n = static_cast<std::size_t>(view.shape[0] > 0 ? view.size() / view.shape[0] * rows : 0);
+  std::vector<float> get(std::int64_t rows) const { return read(this->rows(rows)); }
+  static std::vector<float> read(const TensorView& view) {
+    const auto n = static_cast<std::size_t>(view.size());
     std::vector<float> values(n);
     if (view.dtype == DType::kF32) {
       WB_TRY_CUDA(cudaMemcpy(values.data(), view.data, n * 4, cudaMemcpyDeviceToHost));

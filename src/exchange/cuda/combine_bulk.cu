@@ -3,7 +3,8 @@
 //
 // Grid (ctas, ranks), `warps` warps a CTA, each on its own: an item is a piece (2 KB of the wire row) of a token; the piece of each of its
 // partials is one bulk load into a ring of `stages` buffers, issued as far ahead as the ring reaches, over item boundaries. The sums are
-// those of combine_pull: rank order, fp32, starting with the first part. c: out [T, H]. All CTAs wait for the partials of all ranks.
+// those of combine_pull: rank order, fp32, starting with the first part. c: out [T, H], d: what is added to it, or null. All CTAs wait for the partials of all
+// ranks.
 #include "exchange/cuda/combine_parts.cuh"
 
 namespace waybill::cuda {
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(kRingWarps * 32, 1)
     ptx::fence_async_proxy_all();  // the partials were written by ordinary stores, and are read by the copy engine
     const RowItems items(call.T, (ring.row_bytes + kRingPiece - 1) / kRingPiece);
     CombineParts<false> parts(q, call, rank, args.window, ring.row_bytes, items);
-    CombineSums sums(q.shape, call, args.out_stride, items);
+    CombineSums sums(q.shape, call, args, items);
     sum_items<Wire, Out, false>(items, ring, parts, sums);
   } else {
     mark_lost(q, rank, call);

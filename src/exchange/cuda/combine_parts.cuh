@@ -56,11 +56,11 @@ class CombineParts {
   RowEntry next_;  // entries are read one item ahead of their use
 };
 
-// The sums of a rank's tokens: out [T, H], call.c.
+// The sums of a rank's tokens: out [T, H], call.c; base f32 [T, H], call.d, or null.
 class CombineSums {
  public:
-  __device__ __forceinline__ CombineSums(const ExchangeShape& shape, const RankCall& call, std::int64_t out_stride, const RowItems& items)
-      : shape_(shape), call_(call), out_stride_(out_stride), next_(entry_of_lane(shape, call, items.row(items.first)).rank) {}
+  __device__ __forceinline__ CombineSums(const ExchangeShape& shape, const RankCall& call, const CombineArgs& args, const RowItems& items)
+      : shape_(shape), call_(call), args_(args), next_(entry_of_lane(shape, call, items.row(items.first)).rank) {}
   __device__ __forceinline__ int take(const RowItems& items, int item) {
     const int num = __popc(__ballot_sync(ptx::kFullWarp, next_ >= 0));
     next_ = entry_of_lane(shape_, call_, items.row(item + items.step)).rank;
@@ -69,14 +69,17 @@ class CombineSums {
   __device__ __forceinline__ float weight(int) const { return 1.0f; }
   template <class Out>
   __device__ __forceinline__ Out* out(const RowItems& items, int item) const {
-    return static_cast<Out*>(call_.c) + items.row(item) * out_stride_;
+    return static_cast<Out*>(call_.c) + items.row(item) * args_.out_stride;
+  }
+  __device__ __forceinline__ const float* base(const RowItems& items, int item) const {
+    return call_.d == nullptr ? nullptr : static_cast<const float*>(call_.d) + items.row(item) * static_cast<std::int64_t>(args_.H);
   }
   __device__ __forceinline__ void done(const RowItems&, int) const {}
 
  private:
   const ExchangeShape& shape_;
   const RankCall& call_;
-  std::int64_t out_stride_;
+  const CombineArgs& args_;
   int next_;
 };
 

@@ -2,10 +2,10 @@
 // Combine: every token's partials are read from the ranks that made them and added in rank order in fp32.
 //
 // Grid (ctas, ranks), 384 threads (168 registers each), a warp a token in pieces of 2 KB of the wire row. Each rank's partials [R, H] lie in its window;
-// CTA 0 says so and all CTAs wait for all ranks, so the launch must be resident. c: out [T, H]. The sum starts with the first part (exact
-// where there is only one); a token without destinations gets 0, and so does every token of an invalid handle.
-// from_slots: the partials were pushed to this rank (combine_push) and are read from its own window, without a wait.
-// Bytes: a row read for each (token, rank), T rows written. Ends with kSignalPulled, which is not waited for here.
+// CTA 0 says so and all CTAs wait for all ranks, so the launch must be resident. c: out [T, H]; d: f32 [T, H] added to the sum, or null. The sum starts with
+// the first part (exact where there is only one); a token without destinations gets 0, and so does every token of an invalid handle. from_slots: the partials
+// were pushed to this rank (combine_push) and are read from its own window, without a wait. Bytes: a row read for each (token, rank), T rows written. Ends with
+// kSignalPulled, which is not waited for here.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/exchange_signal.cuh"
 #include "exchange/cuda/row_vectors.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ RowPlace entry_of_lane(const ExchangeShape& shape, co
 // One piece of a token's sum. first: the entries of the first 32 destinations.
 template <class Wire, class Out>
 __device__ __forceinline__ void sum_piece(const ExchangeParams& q, const CombineArgs& args, const RankCall& call, int rank, const RowPlace& first, int t,
-                                          int offset) {
+                                          int offset, bool is_valid) {
   constexpr int kValues = Vector<Wire>::kValues;
   const ExchangeShape& shape = q.shape;
   const int lane = static_cast<int>(threadIdx.x) & 31, row_bytes = args.H * static_cast<int>(sizeof(Wire)), at = offset + lane * 16;
@@ -83,10 +83,14 @@ __device__ __forceinline__ void sum_piece(const ExchangeParams& q, const Combine
     if (sources.num < 32) break;
   }
   Out* out = static_cast<Out*>(call.c) + t * args.out_stride;
+  const float* more = call.d == nullptr || !is_valid ? nullptr : static_cast<const float*>(call.d) + t * static_cast<std::int64_t>(args.H);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int byte = at + i * 512;
-    if (byte < row_bytes) store_values<Out>(out + byte / static_cast<int>(sizeof(Wire)), sum[i]);
+    if (byte >= row_bytes) continue;
+    const int column = byte / static_cast<int>(sizeof(Wire));
+    if (more != nullptr) add_floats(more + column, sum[i]);
+    store_values<Out>(out + column, sum[i]);
   }
 }
 
@@ -99,7 +103,8 @@ __device__ __forceinline__ void sum_tokens(const ExchangeParams& q, const Combin
   for (int item = items.first; item < items.count; item += items.step) {
     const RowPlace entry = is_valid ? next : RowPlace{-1, 0};
     next = entry_of_lane(q.shape, call, items.row(item + items.step), 0);
-    for (int piece = items.begin(item); piece < items.end(item); ++piece) sum_piece<Wire, Out>(q, args, call, rank, entry, items.row(item), piece * kPiece);
+    for (int piece = items.begin(item); piece < items.end(item); ++piece)
+      sum_piece<Wire, Out>(q, args, call, rank, entry, items.row(item), piece * kPiece, is_valid);
   }
 }
 

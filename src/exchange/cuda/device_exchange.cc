@@ -232,11 +232,21 @@ void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std:
 
 DType DeviceExchange::wire() const { return config_.combine_wire == CombineWire::kBF16 && params_.shape.P > 1 ? DType::kBF16 : DType::kF32; }
 
-void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream) const {
+void DeviceExchange::set_base(ExchangeParams& q, std::span<const float* const> base) const {
+  WB_CHECK(base.empty() || base.size() == static_cast<std::size_t>(num_ranks()), "combine: {} ranks of this launch, got {} bases", num_ranks(), base.size());
+  for (std::size_t i = 0; i < base.size(); ++i) {
+    WB_CHECK(reinterpret_cast<std::uintptr_t>(base[i]) % 16 == 0, "combine: base must start at a multiple of 16 bytes, got address {}", fmt::ptr(base[i]));
+    q.call[i].d = const_cast<float*>(base[i]);
+  }
+}
+
+void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
+                             std::span<const float* const> base) const {
   const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", wire());
   check_rows("combine: out", out, num_ranks(), config_.H, size_bytes(out_dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
+  set_base(q, base);
   const CombineArgs args{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0};
   const RowTuning t = tuned(config_.H * static_cast<std::int64_t>(size_bytes(wire())));
   // The bulk kernel holds a token's destinations in one warp.
@@ -257,7 +267,7 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
 bool DeviceExchange::ring_holds_slots() const { return compute_major_ >= 9 && std::min(params_.shape.K, params_.shape.L) <= kMaxRingSlots; }
 
 void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
-                                        std::span<const DeviceRows> out, cudaStream_t stream) const {
+                                        std::span<const DeviceRows> out, cudaStream_t stream, std::span<const float* const> base) const {
   const RowType type = row_type("reduce_and_combine: y", dtype), from = row_type("reduce_and_combine", wire());
   check_rows("reduce_and_combine: y", y, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("reduce_and_combine: out", out, num_ranks(), config_.H, size_bytes(dtype));
@@ -275,9 +285,10 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
     std::vector<DeviceRows> z;
     for (int i = 0; i < num_ranks(); ++i) z.push_back({params_.ranks.table.base[rank(i)] + window, 0});
     unpermute_reduce(handle, dtype, y, weighted, wire(), z, true, stream);
-    return combine(handle, window, dtype, out, stream);
+    return combine(handle, window, dtype, out, stream, base);
   }
   for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = out[i].data;
+  set_base(q, base);
   args.combine_ctas = std::clamp(t.fused_combine_ctas, 1, ctas - 1);
   if (num_ranks() > 1) args.combine_ctas = std::min(args.combine_ctas, std::max(1, ctas / 4));
   launch_reduce_combine(q, args, type, from, ctas, tuning_.overlap_launches, stream);

@@ -4,7 +4,7 @@
 //
 // Grid (ctas, ranks), 512 threads; all CTAs resident. The first args.combine_ctas CTAs combine (sum_ring.cuh over combine_parts.cuh), the others
 // reduce (over slot_parts.cuh) y [S_padded, H] (call.a) into the window of partials, in the order RowsByChunk. The warp that completes a chunk
-// tells the rank that combines it; a combining warp waits for the chunk of each partial before it loads it. c: out [T, H].
+// tells the rank that combines it; a combining warp waits for the chunk of each partial before it loads it. c: out [T, H], d: as combine.
 // Bytes: S rows read, R written, a row read for each (token, rank), T rows written. Ends with kSignalPulled, as combine.
 #include "exchange/cuda/combine_parts.cuh"
 #include "exchange/cuda/slot_parts.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void combine_chunks(const ExchangeParams& q, const Re
                                                const int* base, std::uint32_t epoch) {
   const RowItems items(call.T, (ring.row_bytes + kRingPiece - 1) / kRingPiece, static_cast<int>(blockIdx.x), args.combine_ctas, 4);
   CombineParts<true> parts(q, call, rank, args.combine.window, ring.row_bytes, items, base, epoch);
-  CombineSums sums(q.shape, call, args.combine.out_stride, items);
+  CombineSums sums(q.shape, call, args.combine, items);
   sum_items<Wire, Y, false>(items, ring, parts, sums);
 }
 

@@ -31,7 +31,7 @@ const std::int32_t* DeviceMoeStep::total_counts(int index) const {
 }
 
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
-    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch) {
+    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch), side(device) {
   check_device_moe(config, P, options);
   config.router.E = config.E, config.router.K = config.K;
   L = config.L(P);

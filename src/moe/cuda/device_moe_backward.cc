@@ -12,17 +12,28 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
   if (config.latent > 0) mark(Phase::kShared, b.stream);
   const std::vector<DeviceRows> sent = sent_gradients(b);
   mark(Phase::kDispatch, b.stream);
-  exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
+  send_gradients(b, sent);
   mark(Phase::kExpertGemm, b.stream);
   second_matmul_gradients(b);
   first_matmul_gradients(b);
-  mark(Phase::kCombine, b.stream);
-  exchange->unpermute_reduce(b.saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
-                             b.stream);
   router_gradients(b);
   input_gradients(b);
   mark(Phase::kOther, b.stream);
   b.saved.ready = false;
+}
+
+// Gradients of rows to the experts' ranks: into expert order while they arrive, or to their window where the matmuls read a list.
+void DeviceMoeLayer::Impl::send_gradients(const Backward& b, std::span<const DeviceRows> sent) {
+  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  if (gathered || !exchange->supports_chunks()) {
+    exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
+    if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(), b.stream);
+    return;
+  }
+  fork(b.stream);
+  exchange->dispatch_chunks(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
+  exchange->permute_arriving(b.saved.handle, DType::kBF16, sent, window_rows(windows.gradients), y_rows(), side);
+  join(b.stream);
 }
 
 // What the forward pass did not keep, but for the routes.
@@ -52,7 +63,6 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
 // dW2, then the gradient through W2 and the activation: h becomes dh, a is used up.
 void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
   const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
-  if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(), b.stream);
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView dy = gathered ? rows(windows.gradients, i) : y(i), list = gathered ? slot_rows(b.saved, i) : TensorView();
     // W2 [L, W, F] is [L, C, N] of the product whose rows are dy and whose gradient is a: that operand may be read through a list.
@@ -109,21 +119,24 @@ void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
   }
 }
 
-// d_gate; dx = the routed experts' part + those of the gate and the shared expert, which lie where the rows' gradients were.
+// d_gate; dx = the routed experts' part + those of the gate and the shared expert, which lie where `a` was.
 void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
   mark(Phase::kGate, b.stream);
-  std::vector<DeviceRows> to;
+  std::vector<const float*> base;
   for (std::size_t i = 0; i < count(); ++i) {
-    const std::int64_t T = b.saved.routes[i].T;
-    const TensorView d_logits(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {T, config.E}, where);
-    gate_backward(b.x[i], b.parameters[i].gate, d_logits, base(b.saved, i), b.gradients[i].gate, b.options.accumulate, on(b.stream));
-    to.push_back({config.latent > 0 ? scratch_at<void>(i, scratch_parts.latent_gradient) : combined(b.saved, i).data, 0});
+    const TensorView d_logits(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {b.saved.routes[i].T, config.E}, where);
+    gate_backward(b.x[i], b.parameters[i].gate, d_logits, backward_base(b.saved, i), b.gradients[i].gate, b.options.accumulate, on(b.stream));
+    base.push_back(backward_base(b.saved, i).as<float>());
   }
   if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_gradients(b);
   mark(Phase::kCombine, b.stream);
-  exchange->combine(b.saved.handle, windows.partials, config.latent > 0 ? DType::kBF16 : DType::kF32, to, b.stream);
-  if (config.latent > 0) mark(Phase::kShared, b.stream), latent_gradients(b);
-  add_parts(b.saved, b.dx, /*masked=*/false, b.stream);
+  if (config.latent == 0) return reduce_and_combine(b.saved, b.dx, base, b.stream);
+  std::vector<TensorView> latent;
+  for (std::size_t i = 0; i < count(); ++i) latent.push_back(latent_gradient(b.saved, i));
+  reduce_and_combine(b.saved, latent, {}, b.stream);
+  mark(Phase::kShared, b.stream);
+  latent_gradients(b);
+  for (std::size_t i = 0; i < count(); ++i) round_rows(backward_base(b.saved, i), b.dx[i], b.stream);
 }
 
 }  // namespace waybill::cuda

@@ -35,7 +35,7 @@ std::vector<DeviceRows> DeviceMoeLayer::Impl::sent_gradients(const Backward& b) 
     const std::int64_t T = b.saved.routes[i].T;
     const TensorView& gradient = b.gradients[i].latent_up;
     dense_matmul({.M = config.H, .N = config.latent, .C = T, .transpose_a = true, .accumulate = adds_to(gradient, b), .out = gradient.dtype}, b.d_out[i].data,
-                 latent_out(b.saved, i), gradient.data, where.index, b.stream);
+                 latent_out(b.saved, i).data, gradient.data, where.index, b.stream);
     void* to = scratch_at<void>(i, scratch_parts.latent_rows);
     dense_matmul({.M = T, .N = config.latent, .C = config.H, .out = DType::kBF16}, b.d_out[i].data, b.parameters[i].latent_up.data, to, where.index, b.stream);
     rows.push_back({to, 0});
@@ -46,8 +46,8 @@ std::vector<DeviceRows> DeviceMoeLayer::Impl::sent_gradients(const Backward& b) 
 // base = latent_out latent_up^T.
 void DeviceMoeLayer::Impl::latent_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream) {
   for (std::size_t i = 0; i < count(); ++i) {
-    dense_matmul({.M = saved.routes[i].T, .N = config.H, .C = config.latent, .transpose_b = true}, latent_out(saved, i), parameters[i].latent_up.data,
-                 base(saved, i).data, where.index, stream);
+    dense_matmul({.M = saved.routes[i].T, .N = config.H, .C = config.latent, .transpose_b = true}, latent_out(saved, i).data, parameters[i].latent_up.data,
+                 forward_base(saved, i).data, where.index, stream);
   }
 }
 
@@ -55,11 +55,11 @@ void DeviceMoeLayer::Impl::latent_result(std::span<const MoeTensors> parameters,
 void DeviceMoeLayer::Impl::latent_gradients(const Backward& b) {
   for (std::size_t i = 0; i < count(); ++i) {
     const std::int64_t T = b.saved.routes[i].T;
-    const void* d_latent_in = scratch_at<void>(i, scratch_parts.latent_gradient);
+    const void* d_latent_in = latent_gradient(b.saved, i).data;
     const TensorView& gradient = b.gradients[i].latent_down;
     dense_matmul({.M = config.latent, .N = config.H, .C = T, .transpose_a = true, .accumulate = adds_to(gradient, b), .out = gradient.dtype}, d_latent_in,
                  b.x[i].data, gradient.data, where.index, b.stream);
-    dense_matmul({.M = T, .N = config.H, .C = config.latent, .accumulate = true}, d_latent_in, b.parameters[i].latent_down.data, base(b.saved, i).data,
+    dense_matmul({.M = T, .N = config.H, .C = config.latent, .accumulate = true}, d_latent_in, b.parameters[i].latent_down.data, backward_base(b.saved, i).data,
                  where.index, b.stream);
   }
 }
@@ -81,7 +81,7 @@ void DeviceMoeLayer::Impl::shared_hidden(std::span<const MoeTensors> parameters,
 void DeviceMoeLayer::Impl::shared_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream) {
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmArgs args;
-    args.a = shared_a(saved, i), args.weights = one_group(parameters[i].shared_w2), args.offsets = dense_offsets(saved, i), args.y = base(saved, i);
+    args.a = shared_a(saved, i), args.weights = one_group(parameters[i].shared_w2), args.offsets = dense_offsets(saved, i), args.y = forward_base(saved, i);
     args.accumulate = config.latent > 0, args.status = status_word(i);
     grouped_gemm(args, on(stream));
   }
@@ -105,7 +105,7 @@ void DeviceMoeLayer::Impl::shared_gradients(const Backward& b) {
     w1.accumulate = adds_to(w1.d_weights, b), w1.status = status_word(i);
     grouped_gemm_wgrad(w1, on(b.stream));
     GroupedGemmDgradArgs d;
-    d.dy = shared_h(b.saved, i), d.weights = one_group(b.parameters[i].shared_w1), d.offsets = offsets, d.da = base(b.saved, i), d.accumulate = true;
+    d.dy = shared_h(b.saved, i), d.weights = one_group(b.parameters[i].shared_w1), d.offsets = offsets, d.da = backward_base(b.saved, i), d.accumulate = true;
     d.status = status_word(i);
     grouped_gemm_dgrad(d, on(b.stream));
   }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
+#include "moe/cuda/round_rows.h"
 #include "moe/cuda/step_report.h"
 #include "moe/cuda/step_rows.h"
-#include "moe/cuda/sum_rows.h"
 #include "waybill/gate.h"
 #include "waybill/grouped_gemm_activation.h"
 
@@ -13,10 +13,12 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   choose(f);
   mark(Phase::kPlan, f.stream);
   exchange->plan(f.saved.handle, f.saved.routes, f.stream);
-  exchange->layout(f.saved.handle, f.stream);
+  fork(f.stream);  // the layout beside the rows on the link
+  exchange->layout(f.saved.handle, side);
   const std::vector<DeviceRows> sent = sent_rows(f.parameters, f.x, f.saved, f.stream);
   mark(Phase::kDispatch, f.stream);
   exchange->dispatch(f.saved.handle, DType::kBF16, sent, f.saved.rows_window, /*after_plan=*/true, f.stream);
+  join(f.stream);
   if (config.shared_F > 0) {
     mark(Phase::kShared, f.stream);
     for (std::size_t i = 0; i < count(); ++i) {
@@ -80,28 +82,44 @@ void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
   }
 }
 
-// The weights are in `a` already.
+// The weights are in `a` already. The shared expert's part is added where the partials are, or joins the latent result.
 void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
-  exchange->unpermute_reduce(f.saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
-                             f.stream);
-  if (config.latent == 0 && config.shared_F == 0) return exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream);
-  std::vector<DeviceRows> to;
-  for (std::size_t i = 0; i < count(); ++i) to.push_back({config.latent > 0 ? latent_out(f.saved, i) : combined(f.saved, i).data, 0});
-  exchange->combine(f.saved.handle, windows.partials, config.latent > 0 ? DType::kBF16 : DType::kF32, to, f.stream);
+  if (config.latent == 0) {
+    std::vector<const float*> base;
+    if (config.shared_F == 0) return reduce_and_combine(f.saved, f.out, base, f.stream);
+    reduce(f.saved, f.stream);  // then y is free, and holds the shared expert's part
+    mark(Phase::kShared, f.stream);
+    for (std::size_t i = 0; i < count(); ++i) base.push_back(forward_base(f.saved, i).as<float>());
+    shared_result(f.parameters, f.saved, f.stream);
+    mark(Phase::kCombine, f.stream);
+    return exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream, base);
+  }
+  std::vector<TensorView> latent;
+  for (std::size_t i = 0; i < count(); ++i) latent.push_back(latent_out(f.saved, i));
+  reduce_and_combine(f.saved, latent, {}, f.stream);
   mark(Phase::kShared, f.stream);
-  if (config.latent > 0) latent_result(f.parameters, f.saved, f.stream);
+  latent_result(f.parameters, f.saved, f.stream);
   if (config.shared_F > 0) shared_result(f.parameters, f.saved, f.stream);
-  add_parts(f.saved, f.out, /*masked=*/config.latent == 0, f.stream);
+  for (std::size_t i = 0; i < count(); ++i) round_rows(forward_base(f.saved, i), f.out[i], f.stream);
 }
 
-// to = what combine() gave (without a latent width) + base. masked: base has the rows of a valid step alone.
-void DeviceMoeLayer::Impl::add_parts(const Saved& saved, std::span<const TensorView> to, bool masked, cudaStream_t stream) {
-  for (std::size_t i = 0; i < count(); ++i) {
-    launch_sum_rows({config.latent == 0 ? combined(saved, i).as<float>() : nullptr, base(saved, i).as<float>(),
-                     masked ? dense_offsets(saved, i).as<std::int32_t>() + 1 : nullptr, to[i].data, saved.routes[i].T, config.H, to[i].dtype == DType::kBF16},
-                    stream);
-    check_launch("moe_sum_rows");
+void DeviceMoeLayer::Impl::reduce(const Saved& saved, cudaStream_t stream) {
+  exchange->unpermute_reduce(saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
+                             stream);
+}
+
+// y -> out, plus base where it is given.
+void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const float* const> base, cudaStream_t stream) {
+  if (out[0].dtype == DType::kBF16) {
+    return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, windows.partials, device_rows(out), stream, base);
   }
+  reduce(saved, stream);
+  exchange->combine(saved.handle, windows.partials, out[0].dtype, device_rows(out), stream, base);
+}
+
+void DeviceMoeLayer::Impl::round_rows(const TensorView& from, const TensorView& to, cudaStream_t stream) {
+  launch_round_rows(from.as<float>(), to.data, to.size(), to.dtype == DType::kBF16, stream);
+  check_launch("moe_round_rows");
 }
 
 void DeviceMoeLayer::Impl::report(const Forward& f) {

@@ -69,6 +69,8 @@ struct DeviceMoeLayer::Impl {
 
   std::size_t count() const { return static_cast<std::size_t>(exchange->num_ranks()); }
   void mark(Phase phase, cudaStream_t stream);
+  void fork(cudaStream_t stream) { forked.record(stream), forked.wait_on(side); }
+  void join(cudaStream_t stream) { joined.record(side), joined.wait_on(stream); }
   static bool adds_to(const TensorView& gradient, const Backward& b) { return b.options.accumulate && gradient.dtype == DType::kF32; }
 
   // device_moe_checks.cc
@@ -97,9 +99,11 @@ struct DeviceMoeLayer::Impl {
   TensorView shared_h(const Saved& saved, std::size_t i) const;
   TensorView shared_a(const Saved& saved, std::size_t i) const;
   TensorView dense_offsets(const Saved& saved, std::size_t i) const;
-  TensorView base(const Saved& saved, std::size_t i) const;      // f32 [T, H]
-  TensorView combined(const Saved& saved, std::size_t i) const;  // the same
-  void* latent_out(const Saved& saved, std::size_t i) const { return saved.at<void>(i, step_parts.latent_out); }
+  // f32 [T, H], what is added to the routed experts' part. In the memory of y, once that is reduced; in that of a, once its gradient is used up.
+  TensorView forward_base(const Saved& saved, std::size_t i) const;
+  TensorView backward_base(const Saved& saved, std::size_t i) const;
+  TensorView latent_out(const Saved& saved, std::size_t i) const;       // bf16 [T, latent]
+  TensorView latent_gradient(const Saved& saved, std::size_t i) const;  // the same
   StatusWord* status_word(std::size_t i) const { return status[i].device_ptr(); }
 
   // device_moe_forward.cc
@@ -108,7 +112,9 @@ struct DeviceMoeLayer::Impl {
   void first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream);
   void second_matmul(const Forward& f);
   void gather_results(const Forward& f);
-  void add_parts(const Saved& saved, std::span<const TensorView> to, bool masked, cudaStream_t stream);
+  void reduce(const Saved& saved, cudaStream_t stream);
+  void reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const float* const> base, cudaStream_t stream);
+  void round_rows(const TensorView& from, const TensorView& to, cudaStream_t stream);
   void report(const Forward& f);
 
   // device_moe_dense.cc: what every token sees, shared expert and latent projections
@@ -130,6 +136,7 @@ struct DeviceMoeLayer::Impl {
   // device_moe_backward.cc
   void backward(const Backward& b);
   void recompute(const Backward& b);
+  void send_gradients(const Backward& b, std::span<const DeviceRows> sent);
   void second_matmul_gradients(const Backward& b);
   void first_matmul_gradients(const Backward& b);
   void router_gradients(const Backward& b);
@@ -150,6 +157,8 @@ struct DeviceMoeLayer::Impl {
   std::vector<DeviceStatus> status;   // of the router and the matmuls; the exchange has its own
   LocalRanks ranks{};
   bool in_range = false;
+  CudaStream side;  // runs beside the caller's stream between fork() and join()
+  CudaEvent forked{/*timing=*/false}, joined{/*timing=*/false};
 };
 
 }  // namespace waybill::cuda

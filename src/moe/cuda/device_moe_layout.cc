@@ -60,9 +60,9 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P) {
   s.a = carver.take_if(c.recompute > Recompute::kNone, S * c.F, 2);
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
-  const std::size_t half = aligned(static_cast<std::size_t>(T * c.H) * 4);
-  s.y = carver.take(static_cast<std::int64_t>(std::max(static_cast<std::size_t>(S * W) * 2, 2 * half)), 1);
-  s.combined = s.y, s.base = s.y + half;
+  const std::int64_t base = T * c.H * 4;
+  s.y = carver.take(std::max(S * W * 2, base), 1);
+  s.base = carver.take_if(S * c.F * 2 < base, base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
   s.own_counts = carver.take(num_totals(c), 4);
   s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(3, 8);

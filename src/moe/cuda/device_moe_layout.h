@@ -33,13 +33,13 @@ struct DeviceMoeStepLayout {
 // The same of the layer's scratch. What a recompute mode keeps in no step lies here.
 struct DeviceMoeScratchLayout {
   std::uint64_t logits, h, a, shared_h, shared_a;  // kNoPart where the steps have them
-  // bf16 [S, W], and at other times f32 [T, H] one behind the other: what combine() gave, and the part of out or dx that crosses no link.
-  std::uint64_t y, combined, base;
-  std::uint64_t latent_rows, latent_gradient;  // bf16 [T, latent]: what is dispatched; d_latent_in
-  std::uint64_t own_counts;                    // i32 [E] twice: this rank's, and of kUnbiased
-  std::uint64_t score_sums, losses;            // f64 [E + 1], [3]
-  std::uint64_t d_slot_weight;                 // f32 [S]
-  std::uint64_t d_weights, d_logits;           // f32 [T, K], [T, E]
+  std::uint64_t y;                                 // bf16 [S, W], or f32 [T, H]
+  std::uint64_t base;                              // f32 [T, H]; kNoPart where the memory of `a` holds it
+  std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
+  std::uint64_t own_counts;                        // i32 [E] twice: this rank's, and of kUnbiased
+  std::uint64_t score_sums, losses;                // f64 [E + 1], [3]
+  std::uint64_t d_slot_weight;                     // f32 [S]
+  std::uint64_t d_weights, d_logits;               // f32 [T, K], [T, E]
   std::size_t bytes;
 };
 inline bool has_losses(const MoeConfig& c) {

@@ -31,11 +31,18 @@ TensorView DeviceMoeLayer::Impl::shared_a(const Saved& saved, std::size_t i) con
 TensorView DeviceMoeLayer::Impl::dense_offsets(const Saved& saved, std::size_t i) const {
   return TensorView(saved.at<std::int32_t>(i, step_parts.dense_offsets), DType::kI32, {2}, where);
 }
-TensorView DeviceMoeLayer::Impl::base(const Saved& saved, std::size_t i) const {
-  return TensorView(scratch_at<float>(i, scratch_parts.base), DType::kF32, {saved.routes[i].T, config.H}, where);
+TensorView DeviceMoeLayer::Impl::forward_base(const Saved& saved, std::size_t i) const {
+  return TensorView(y(i).data, DType::kF32, {saved.routes[i].T, config.H}, where);
 }
-TensorView DeviceMoeLayer::Impl::combined(const Saved& saved, std::size_t i) const {
-  return TensorView(scratch_at<float>(i, scratch_parts.combined), DType::kF32, {saved.routes[i].T, config.H}, where);
+TensorView DeviceMoeLayer::Impl::backward_base(const Saved& saved, std::size_t i) const {
+  void* data = scratch_parts.base == kNoPart ? a(saved, i).data : scratch_at<void>(i, scratch_parts.base);
+  return TensorView(data, DType::kF32, {saved.routes[i].T, config.H}, where);
+}
+TensorView DeviceMoeLayer::Impl::latent_out(const Saved& saved, std::size_t i) const {
+  return TensorView(saved.at<void>(i, step_parts.latent_out), DType::kBF16, {saved.routes[i].T, config.latent}, where);
+}
+TensorView DeviceMoeLayer::Impl::latent_gradient(const Saved& saved, std::size_t i) const {
+  return TensorView(scratch_at<void>(i, scratch_parts.latent_gradient), DType::kBF16, {saved.routes[i].T, config.latent}, where);
 }
 
 TensorView DeviceMoeLayer::Impl::rows(std::uint64_t window, std::size_t i) const {

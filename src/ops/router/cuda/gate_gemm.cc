@@ -10,7 +10,7 @@
 namespace waybill::cuda {
 namespace {
 
-// Room for the two halves of d_logits, one a (device, stream): calls on a stream run in order.
+// Room for d_logits in two terms and what follows from them, one a (device, stream): calls on a stream run in order.
 std::byte* split_room(std::size_t bytes, int device, cudaStream_t stream) {
   static StreamMap<DeviceBuffer> all;
   DeviceBuffer& room = all.at(device, stream);
@@ -30,25 +30,40 @@ void gate_forward(const GateShape& s, const void* x, const void* weight, float* 
   dense_matmul({.M = s.T, .N = s.E, .C = s.H, .transpose_b = true, .dtype = s.dtype}, x, weight, logits, device, stream);
 }
 
+namespace {
+
+// bf16 operands: both terms of d_logits in one matmul each, so that x is read and d_x written once.
+void backward_of_terms(const GateShape& s, const void* x, const void* weight, const float* d_logits, float* d_x, float* d_weight, bool accumulate, int device,
+                       cudaStream_t stream) {
+  const auto aligned = [](std::int64_t bytes) { return (static_cast<std::size_t>(bytes) + 255) / 256 * 256; };
+  const std::size_t terms_bytes = aligned(s.T * 2 * s.E * 2), twice_bytes = aligned(2 * s.E * s.H * 2), sums_bytes = aligned(2 * s.E * s.H * 4);
+  std::byte* terms = split_room(terms_bytes + twice_bytes + sums_bytes, device, stream);
+  launch_gate_split(d_logits, terms, s.T, s.E, stream);
+  check_launch("gate_split");
+  if (d_x != nullptr) {
+    std::byte* twice = terms + terms_bytes;  // [2E, H]
+    const auto bytes = static_cast<std::size_t>(s.E * s.H) * 2;
+    for (std::size_t i = 0; i < 2; ++i) WB_TRY_CUDA(cudaMemcpyAsync(twice + i * bytes, weight, bytes, cudaMemcpyDeviceToDevice, stream));
+    dense_matmul({.M = s.T, .N = s.H, .C = 2 * s.E, .dtype = s.dtype}, terms, twice, d_x, device, stream);
+  }
+  if (d_weight != nullptr) {
+    auto* sums = reinterpret_cast<float*>(terms + terms_bytes + twice_bytes);  // [2E, H]
+    dense_matmul({.M = 2 * s.E, .N = s.H, .C = s.T, .transpose_a = true, .dtype = s.dtype}, terms, x, sums, device, stream);
+    launch_gate_add(sums, d_weight, static_cast<std::size_t>(s.E * s.H), accumulate, stream);
+    check_launch("gate_add");
+  }
+}
+
+}  // namespace
+
 void gate_backward(const GateShape& s, const void* x, const void* weight, const float* d_logits, float* d_x, float* d_weight, bool accumulate, int device,
                    cudaStream_t stream) {
   check(s);
   const DeviceGuard guard(device);
-  const void* terms[2] = {d_logits, nullptr};
-  if (s.dtype == DType::kBF16 && s.T > 0) {
-    const std::size_t bytes = (static_cast<std::size_t>(s.T * s.E) * 2 + 255) / 256 * 256;
-    std::byte* room = split_room(2 * bytes, device, stream);
-    launch_gate_split(d_logits, room, room + bytes, static_cast<std::size_t>(s.T * s.E), stream);
-    check_launch("gate_split");
-    terms[0] = room, terms[1] = room + bytes;
-  }
-  for (int i = 0; i < 2; ++i) {
-    if (i == 1 && terms[i] == nullptr) break;
-    if (d_x != nullptr) dense_matmul({.M = s.T, .N = s.H, .C = s.E, .accumulate = i > 0, .dtype = s.dtype}, terms[i], weight, d_x, device, stream);
-    if (d_weight != nullptr) {
-      dense_matmul({.M = s.E, .N = s.H, .C = s.T, .transpose_a = true, .accumulate = i > 0 || accumulate, .dtype = s.dtype}, terms[i], x, d_weight, device,
-                   stream);
-    }
+  if (s.dtype == DType::kBF16 && s.T > 0) return backward_of_terms(s, x, weight, d_logits, d_x, d_weight, accumulate, device, stream);
+  if (d_x != nullptr) dense_matmul({.M = s.T, .N = s.H, .C = s.E, .dtype = s.dtype}, d_logits, weight, d_x, device, stream);
+  if (d_weight != nullptr) {
+    dense_matmul({.M = s.E, .N = s.H, .C = s.T, .transpose_a = true, .accumulate = accumulate, .dtype = s.dtype}, d_logits, x, d_weight, device, stream);
   }
 }
 

@@ -2,7 +2,7 @@
 // The router's gate matmul on the GPU by cuBLASLt: logits = x W^T with fp32 accumulation and fp32 logits at every T, and its backward.
 //
 // x [T, H] and W [E, H] are both bf16 or both fp32 (fp32 runs in full precision, no TF32). d_logits [T, E] is fp32; with bf16 operands
-// it is split into two bf16 terms (hi + lo, 16 bits of mantissa), so that no gradient is rounded to 8 bits: two matmuls each.
+// it is split into two bf16 terms (hi + lo, 16 bits of mantissa), so that no gradient is rounded to 8 bits: matmuls of twice the width.
 // cuBLASLt is loaded at the first call (libcublasLt.so.13); kUnsupported naming what was tried when it is not there. All calls queue
 // on the stream and are graph capturable once a call of the same shape has run (plans and workspace are made then). Deterministic.
 #pragma once

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MoE layer between processes over NCCL windows has the bits of two virtual ranks on one GPU.
+#include <gmock/gmock.h>
+
+#include "cuda/moe_harness.h"
+#include "cuda/processes.h"
+
+namespace waybill::cuda {
+namespace {
+
+MoeConfig nccl_config() {
+  MoeConfig c = gpu_config(16, 4, 90);
+  c.mode = ExchangeMode::kCaptured, c.receive_factor = 2;
+  c.shared_F = 24, c.aux_coefficient = 1, c.z_coefficient = 0.1f;
+  return c;
+}
+
+// One process's rank with its tensors.
+struct NcclMoe {
+  NcclMoe(NcclWorld& world, const MoeConfig& config, const mt::Weights<float>& weights)
+      : c(config),
+        stream(world.device()),
+        layer(config, world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); }),
+        step(layer.make_step()) {
+    const int device = world.device(), P = world.size();
+    const std::int64_t L = c.L(P), T = c.T_max;
+    const mt::RankWeights local = mt::slice(c, P, world.rank(), weights);
+    const auto add = [&](TensorView& w, TensorView& g, std::initializer_list<std::int64_t> shape, const std::vector<float>& values) {
+      tensors.emplace_back(DType::kBF16, shape, device), tensors.back().set(values), w = tensors.back().view;
+      tensors.emplace_back(DType::kF32, shape, device), g = tensors.back().view;
+    };
+    add(w.gate, g.gate, {c.E, c.H}, local.w.gate);
+    add(w.w1, g.w1, {L, c.inner_width(), c.H}, local.w.w1), add(w.w2, g.w2, {L, c.H, c.F}, local.w.w2);
+    add(w.shared_w1, g.shared_w1, {c.shared_inner_width(), c.H}, local.w.shared_w1), add(w.shared_w2, g.shared_w2, {c.H, c.shared_F}, local.w.shared_w2);
+    for (DeviceTensor* t : {&x, &d_out, &out, &dx}) *t = DeviceTensor(t == &x || t == &d_out ? DType::kBF16 : DType::kF32, {T, c.H}, device);
+    world.host_fabric().barrier("rank is there");  // before any kernel posts to a peer
+  }
+  void upload(const mt::Batch& batch, int rank) {
+    const auto part = [&](const std::vector<float>& v) {
+      const auto n = static_cast<std::ptrdiff_t>(c.T_max * c.H);
+      return std::vector<float>(v.begin() + rank * n, v.begin() + (rank + 1) * n);
+    };
+    x.set(part(batch.x)), d_out.set(part(batch.d_out));
+  }
+  void queue(cudaStream_t s) {
+    const MoeTensors weights[] = {w}, gradients[] = {g};
+    const TensorView xs[] = {x.view}, outs[] = {out.view}, d_outs[] = {d_out.view}, dxs[] = {dx.view};
+    DeviceMoeForward forward;
+    forward.valid_tokens = 2.0 * static_cast<double>(c.T_max);
+    layer.forward(weights, xs, outs, step, forward, s);
+    layer.backward(weights, gradients, xs, d_outs, dxs, step, {}, s);
+  }
+  bool equals(const mt::Result& want, int rank) {
+    stream.synchronize();
+    const std::size_t first = static_cast<std::size_t>(rank * c.T_max * c.H);
+    const std::vector<float> w1 = DeviceTensor::read(g.w1), w2 = DeviceTensor::read(g.w2);
+    const auto half = static_cast<std::ptrdiff_t>(w1.size());
+    return mt::starts_with_bits(want.out.data() + first, out.get()) && mt::starts_with_bits(want.dx.data() + first, dx.get()) &&
+           mt::starts_with_bits(want.gradients.w1.data() + rank * half, w1) &&
+           mt::starts_with_bits(want.gradients.w2.data() + rank * static_cast<std::ptrdiff_t>(w2.size()), w2);
+  }
+
+  MoeConfig c;
+  CudaStream stream;
+  DeviceMoeLayer layer;
+  DeviceMoeStep step;
+  std::vector<DeviceTensor> tensors;
+  MoeTensors w, g;
+  DeviceTensor x, d_out, out, dx;
+};
+
+TEST(MoeNccl, TwoProcessesHaveTheBitsOfTwoVirtualRanksEagerAndReplayed) {
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL; " << gpus;
+  const auto body = [](int rank) {
+    register_moe_kernels();
+    const MoeConfig c = nccl_config();
+    NcclWorld world(NcclOptions{DeviceMoeLayer::arena_bytes(c, 2), std::chrono::milliseconds(20000)});
+    const mt::Weights<float> w = bf16_weights(c, 5);
+    std::vector<mt::Batch> batches;
+    std::vector<mt::Result> want;
+    {
+      MoeGpuOptions options;
+      options.devices = {world.device()};
+      GpuMoe virtual_ranks(c, 2, w, options);
+      for (std::uint64_t b = 0; b < 3; ++b) {
+        batches.push_back(bf16_batch(c, {90, 90}, 10 * b));
+        virtual_ranks.upload(batches[b]), virtual_ranks.step();
+        want.push_back(virtual_ranks.result());
+      }
+    }
+    NcclMoe mine(world, c, w);
+    for (std::size_t b = 0; b < 3; ++b) {
+      mine.upload(batches[b], rank);
+      mine.queue(mine.stream);
+      if (!mine.equals(want[b], rank)) return 1;
+    }
+    const GraphExec graph = GraphExec::capture(mine.stream, [&](cudaStream_t s) { mine.queue(s); });
+    for (std::size_t i = 0; i < 30; ++i) {
+      mine.upload(batches[i % 3], rank);
+      graph.launch(mine.stream);
+      if (!mine.equals(want[i % 3], rank)) return 2;
+    }
+    world.host_fabric().barrier("done");
+    return world.first_error().empty() ? 0 : 3;
+  };
+  EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+}  // namespace
+}  // namespace waybill::cuda
