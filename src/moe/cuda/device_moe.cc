@@ -48,6 +48,8 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   }
   exchange =
       std::make_unique<DeviceExchange>(exchange_config, ExpertPlacement{config.E, P, nullptr, nullptr}, ranks, device, exchange_windows, options.exchange);
+  const DeviceGuard guard(device);  // events belong to the device that is current
+  forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
   S = exchange->budget().padded_slots, R = exchange->budget().rows;
   step_parts = step_layout(config, P), scratch_parts = scratch_layout(config, P);
   for (int i = 0; i < ranks.count; ++i) scratch.emplace_back(scratch_parts.bytes, device), status.emplace_back(device);

@@ -69,8 +69,8 @@ struct DeviceMoeLayer::Impl {
 
   std::size_t count() const { return static_cast<std::size_t>(exchange->num_ranks()); }
   void mark(Phase phase, cudaStream_t stream);
-  void fork(cudaStream_t stream) { forked.record(stream), forked.wait_on(side); }
-  void join(cudaStream_t stream) { joined.record(side), joined.wait_on(stream); }
+  void fork(cudaStream_t stream) { forked->record(stream), forked->wait_on(side); }
+  void join(cudaStream_t stream) { joined->record(side), joined->wait_on(stream); }
   static bool adds_to(const TensorView& gradient, const Backward& b) { return b.options.accumulate && gradient.dtype == DType::kF32; }
 
   // device_moe_checks.cc
@@ -158,7 +158,7 @@ struct DeviceMoeLayer::Impl {
   LocalRanks ranks{};
   bool in_range = false;
   CudaStream side;  // runs beside the caller's stream between fork() and join()
-  CudaEvent forked{/*timing=*/false}, joined{/*timing=*/false};
+  std::unique_ptr<CudaEvent> forked, joined;
 };
 
 }  // namespace waybill::cuda
