@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 import unittest
 
-from waybill_report import load, moe_bench
+from waybill_report import load, moe_bench, moe_module
 from waybill_report.run import RunError, load_run
 
 
@@ -40,6 +40,24 @@ class LoadPlotsTest(unittest.TestCase):
         code, _ = self.quiet(moe_bench.main, str(path))
         self.assertEqual(code, 0)
         self.assertIn("all stacks: time", (self.folder / "records.html").read_text(encoding="utf-8").lower())
+
+    def test_module_records_of_gpus_are_grouped_by_case_and_load(self):
+        row = {"op": "moe fwd+bwd", "case": "tiny", "load": "W1", "variant": "sparse captured", "value": 2000.0, "spread": 100.0, "tflops": 400.0,
+               "peak_bytes": 2**30, "shares": {"dispatch": 0.25, "expert_gemm": 0.75}, "unit": "us"}  # fmt: skip
+        torch = row | {"variant": "torch grouped", "value": 8000.0, "tflops": 100.0, "shares": {"exchange": 0.5, "gemm": 0.5}}
+        rate = {"op": "dense", "unit": "TFLOP/s"}
+        path = self.folder / "moe.json"
+        for text in (json.dumps({"records": [rate, row, torch]}), "".join(json.dumps(r) + "\n" for r in (rate, row, torch))):
+            path.write_text(text, encoding="utf-8")
+            self.assertEqual([(key, len(rows)) for key, rows in moe_module.load_cases(path).items()], [(("tiny", "W1"), 2)])
+            figures = moe_module.figures_of(path)
+            self.assertEqual([list(trace.y) for trace in figures[0].data], [[400.0, 100.0]])
+            self.assertEqual({trace.name: list(trace.y) for trace in figures[1].data},
+                             {"dispatch": [0.5, 0], "expert_gemm": [1.5, 0], "exchange": [0, 4.0], "gemm": [0, 4.0]})  # fmt: skip
+            self.assertEqual(self.quiet(moe_bench.main, str(path))[0], 0)
+            self.assertTrue("memory without weights" in (self.folder / "moe.html").read_text(encoding="utf-8"))
+        path.write_text(json.dumps({"records": [{"op": "moe fwd+bwd", "case": "tiny"}]}), encoding="utf-8")
+        self.assertEqual(self.quiet(moe_bench.main, str(path))[0], 2)
 
     def test_a_file_without_records_is_refused_in_one_line(self):
         path = self.folder / "records.json"

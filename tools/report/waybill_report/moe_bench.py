@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m waybill_report.moe_bench RECORDS.json [--output FILE]: plots of `waybill bench moe --json RECORDS.json`."""
+"""python -m waybill_report.moe_bench RECORDS.json [--output FILE]: plots of `waybill bench moe --json RECORDS.json`, or of the module
+benchmark on GPUs (bench/results/<gpu>/moe.json, or what bench_cuda_moe wrote)."""
 
 import argparse
 import json
 import pathlib
 import sys
 
+from waybill_report import moe_module
 from waybill_report.figures import run_command, write_figures
 from waybill_report.run import RunError
 
@@ -103,6 +105,9 @@ def main(arguments=None):
     output = options.output or str(pathlib.Path(options.records).with_suffix(".html"))
 
     def body():
+        if moe_module.is_module_file(options.records):
+            write_figures("MoE layer on GPUs, forward and backward", moe_module.figures_of(options.records), output)
+            return output
         figures, case = figures_of(options.records)
         write_figures(f"waybill bench moe: {case}", figures, output)
         return output
