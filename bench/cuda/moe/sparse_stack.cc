@@ -70,8 +70,7 @@ class SparseStack final : public Stack {
 }  // namespace
 
 std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor) {
-  const DeviceMoeMemory memory = DeviceMoeLayer::memory(problem.layer_config(factor), problem.P(), layer_options(options));
-  return memory.windows + memory.scratch + memory.step;
+  return DeviceMoeLayer::memory(problem.layer_config(factor), problem.P(), layer_options(options)).total();
 }
 
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem) {

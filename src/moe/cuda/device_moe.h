@@ -66,6 +66,9 @@ struct DeviceMoeMemory {
   std::size_t windows = 0;  // in the arena, those of all steps included
   std::size_t scratch = 0;  // of the layer
   std::size_t step = 0;     // of one step, without its window
+  // What the matmuls and the gate allocate for a stream at its first step, as they do on a GPU of 132 SMs; other layers on the stream share it.
+  std::size_t operations = 0;
+  std::size_t total() const { return windows + scratch + step + operations; }
 };
 
 // What a forward leaves for its backward: device memory of fixed size. Movable; must not outlive the layer.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "exchange/cuda/exchange_shape.h"
+#include "ops/gemm/cuda/grouped_run.h"
 
 namespace waybill::cuda {
 namespace {
@@ -87,10 +88,34 @@ std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const De
          aligned(counts_window_bytes(config, P)) + kControl;
 }
 
+namespace {
+
+// Partial tiles of weight gradients [m, n] of many rows, where a group alone does not fill the GPU (ops/gemm/cuda/grouped_run.cc).
+std::size_t partial_tiles_bytes(std::int64_t m, std::int64_t n, std::int64_t rows) {
+  constexpr std::int64_t kClusters = 66, kRowTile = gemm_limits::kBlockM;
+  const GemmTuning tuning;
+  const std::int64_t width = n <= 128 ? 128 : 256, m_tiles = (m + kRowTile - 1) / kRowTile, n_tiles = (n + width - 1) / width;
+  const std::int64_t units = m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2);
+  if (units >= tuning.slices_per_cluster * kClusters || rows < 2 * gemm_limits::kBlockK * tuning.min_slice_blocks) return 0;
+  return static_cast<std::size_t>(2 * gemm_limits::max_split_units(kClusters, tuning.slices_per_cluster) * kRowTile * width * 4);
+}
+
+std::size_t operations_bytes(const MoeConfig& c, int P) {
+  constexpr std::size_t kDenseWorkspace = std::size_t{32} << 20;  // cuBLASLt's
+  const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max, W = c.row_width();
+  const std::size_t gate = aligned(static_cast<std::size_t>(T * 2 * c.E * 2)) + aligned(static_cast<std::size_t>(2 * c.E * c.H * 2)) +
+                           aligned(static_cast<std::size_t>(2 * c.E * c.H * 4));
+  std::size_t partials = std::max(partial_tiles_bytes(c.inner_width(), W, S), partial_tiles_bytes(W, c.F, S));
+  if (c.shared_F > 0) partials = std::max({partials, partial_tiles_bytes(c.shared_inner_width(), c.H, T), partial_tiles_bytes(c.H, c.shared_F, T)});
+  return kDenseWorkspace + gate + partials;
+}
+
+}  // namespace
+
 DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
   DeviceMoeMemory memory;
   memory.windows = arena_bytes(config, P, options);
-  memory.scratch = scratch_layout(config, P).bytes;
+  memory.scratch = scratch_layout(config, P).bytes, memory.operations = operations_bytes(config, P);
   ExchangeShape shape = make_shape(device_exchange_config(config), P);
   memory.step = step_layout(config, P).bytes + lay_out_handle(shape);
   return memory;
