@@ -24,7 +24,7 @@ struct QuantizedOperand {
 };
 
 // y[s, :] = W_g a[s, :].
-//   a        [S, C], blocks along the row
+//   a        [S, C], blocks along the row; its scales may end with the groups' last row
 //   weights  of a tensor [L, N, C] (kLNC) or [L, C, N] (kLCN) quantised as [L * N, C] or [L * C, N] with offsets g * N or g * C.
 //            fp8: forward reads `codes` of kLNC and `turned` of kLCN, dgrad the other one.
 //   y        [S, N] fp32 or bf16; accumulate: fp32 only
@@ -61,8 +61,8 @@ struct QuantizedWgradArgs {
 };
 WB_API void quantized_gemm_wgrad(const QuantizedWgradArgs& args, Stream stream = {});
 
-// Bytes of workspace that a call needs on a GPU, 0 for fp8 and on the CPU. Forward and dgrad: the larger operand's bf16 copy (rows and groups
-// are taken in parts that fit it). wgrad: a bf16 copy of both.
+// Bytes of workspace that a call needs on a GPU, 0 for fp8 and on the CPU: the larger operand's bf16 copy. Forward and dgrad take rows and groups
+// in parts that fit it, wgrad columns.
 WB_API std::size_t quantized_gemm_workspace(const QuantizedGemmArgs& args);
 WB_API std::size_t quantized_gemm_workspace(const QuantizedDgradArgs& args);
 WB_API std::size_t quantized_gemm_workspace(const QuantizedWgradArgs& args);

@@ -27,11 +27,15 @@ struct WidePlan {
 };
 WidePlan plan_wide(std::int64_t S, std::int64_t row_width, std::int64_t L, std::int64_t group_elements);
 
-// dy and a whole.
+// wgrad: columns of dy [S, N] and a [S, C] as bf16, in dy_parts x a_parts products whose parts fit the larger operand's copy. Parts of columns
+// change no sum. step: the columns of a part are a multiple of it.
 struct WideWgradPlan {
+  std::int64_t dy_parts = 1, a_parts = 1;
+  std::int64_t dy_columns = 0, a_columns = 0;
   std::size_t dy_offset = 0, a_offset = 0, bytes = 0;
 };
-WideWgradPlan plan_wide_wgrad(const GroupedShape& shape);
+WideWgradPlan plan_wide_wgrad(const GroupedShape& shape, std::int64_t step);
+std::int64_t wgrad_step(const QuantizedWgradArgs& args, const GroupedShape& shape);
 
 struct QuantizedBackend {
   void (*forward)(const QuantizedGemmArgs& args, const GroupedShape& shape, Stream stream);

@@ -39,11 +39,30 @@ WidePlan plan_wide(std::int64_t S, std::int64_t row_width, std::int64_t L, std::
   return best;
 }
 
-WideWgradPlan plan_wide_wgrad(const GroupedShape& s) {
-  WorkspacePlan plan;
+std::int64_t wgrad_step(const QuantizedWgradArgs& args, const GroupedShape& s) {
+  const std::int64_t widest = std::max(s.N, s.C), blocks = std::max(args.a.config.block_columns, args.dy.config.block_columns);
+  return std::max<std::int64_t>(widest >= 1024 ? 256 : (widest >= 256 ? 128 : 16), blocks);
+}
+
+WideWgradPlan plan_wide_wgrad(const GroupedShape& s, std::int64_t step) {
+  constexpr std::int64_t kMaxParts = 8;
+  // Columns of a part when a width is taken in `parts` parts.
+  const auto part_of = [step](std::int64_t width, std::int64_t parts) { return std::min(width, ((width + parts - 1) / parts + step - 1) / step * step); };
+  const std::int64_t room = std::max(s.N, s.C);
   WideWgradPlan wide;
-  wide.dy_offset = plan.book("dy as bf16", static_cast<std::size_t>(s.S * s.N) * 2);
-  wide.a_offset = plan.book("a as bf16", static_cast<std::size_t>(s.S * s.C) * 2);
+  wide.dy_columns = part_of(s.N, kMaxParts), wide.a_columns = part_of(s.C, kMaxParts);  // where nothing fits: two narrow operands
+  std::int64_t fewest = kMaxParts * kMaxParts + 1;
+  for (std::int64_t dy = 1; dy <= kMaxParts; ++dy) {
+    for (std::int64_t a = 1; a <= kMaxParts; ++a) {
+      if (dy * a >= fewest || part_of(s.N, dy) + part_of(s.C, a) > room) continue;
+      fewest = dy * a, wide.dy_columns = part_of(s.N, dy), wide.a_columns = part_of(s.C, a);
+    }
+  }
+  const auto parts = [](std::int64_t width, std::int64_t part) { return part == 0 ? 1 : (width + part - 1) / part; };
+  wide.dy_parts = parts(s.N, wide.dy_columns), wide.a_parts = parts(s.C, wide.a_columns);
+  WorkspacePlan plan;
+  wide.dy_offset = plan.book("columns of dy as bf16", static_cast<std::size_t>(s.S * wide.dy_columns) * 2);
+  wide.a_offset = plan.book("columns of a as bf16", static_cast<std::size_t>(s.S * wide.a_columns) * 2);
   wide.bytes = plan.total_bytes();
   return wide;
 }
@@ -195,7 +214,7 @@ std::size_t quantized_gemm_workspace(const QuantizedDgradArgs& args) {
 std::size_t quantized_gemm_workspace(const QuantizedWgradArgs& args) {
   const GroupedShape s = check(args);
   if (args.d_weights.device.type == DeviceType::kCpu || detail::is_fp8_wgrad(args.a.config, args.dy.config)) return 0;
-  return detail::plan_wide_wgrad(s).bytes;
+  return detail::plan_wide_wgrad(s, detail::wgrad_step(args, s)).bytes;
 }
 
 }  // namespace waybill

@@ -95,6 +95,25 @@ TEST(QuantizedPlan, PartsFitTheLargerOperandsCopy) {
   EXPECT_EQ(equal.group_parts, 2);
 }
 
+TEST(QuantizedPlan, WgradTakesColumnsThatFitTheLargerOperandsCopy) {
+  struct Case {
+    std::int64_t N, C, step, dy_parts, a_parts;
+  };
+  for (const Case& c : {Case{4096, 7168, 256, 1, 3}, {7168, 2048, 256, 2, 1}, {2048, 768, 256, 2, 1}, {2048, 2048, 256, 2, 2}, {256, 384, 128, 1, 3}}) {
+    detail::GroupedShape s;
+    s.L = 8, s.S = 1000, s.N = c.N, s.C = c.C;
+    const detail::WideWgradPlan plan = detail::plan_wide_wgrad(s, c.step);
+    EXPECT_EQ(plan.dy_parts, c.dy_parts) << c.N << " x " << c.C;
+    EXPECT_EQ(plan.a_parts, c.a_parts) << c.N << " x " << c.C;
+    EXPECT_LE(plan.dy_columns + plan.a_columns, std::max(c.N, c.C));
+    EXPECT_GE(plan.dy_columns * plan.dy_parts, c.N);
+    EXPECT_GE(plan.a_columns * plan.a_parts, c.C);
+    EXPECT_TRUE(plan.dy_columns == c.N || plan.dy_columns % c.step == 0);
+    EXPECT_TRUE(plan.a_columns == c.C || plan.a_columns % c.step == 0);
+    EXPECT_LE(plan.bytes, static_cast<std::size_t>(s.S * std::max(c.N, c.C)) * 2 + 512);
+  }
+}
+
 TEST(QuantizedRefusals, NameTheRuleAndTheValues) {
   const Tensor offsets = offsets_of(kSizes), w_offsets = weight_offsets(kN);
   const Quantized a = quantized(mxfp8_rows(), wild_tensor(kS, kC, 1), offsets), w = quantized(mxfp8_rows(), wild_tensor(kL * kN, kC, 3), w_offsets);

@@ -106,6 +106,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
   fill_operands(params, p, tile);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
+  params.d_stride = p.n, params.d_plane = p.m * p.n;
   params.band = tuning.band, params.d_data = p.d, params.bias = p.bias, params.status = p.status;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
   std::int64_t units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
@@ -119,6 +120,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
       split_units = static_cast<std::size_t>(params.max_split_units);
       params.num_passes = static_cast<int>(std::clamp<std::int64_t>(1024 / p.groups, 2, 12));
     }
+    params.slice_tiles = static_cast<int>(tiles);
     units = std::min<std::int64_t>(p.groups * tiles + params.max_split_units, clusters);
   }
   const GroupedScratch& scratch =

@@ -74,9 +74,7 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
   const auto hand_on = [&](int slot) {
     if (t.peer_empty != 0) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
   };
-  const auto first_element = [&](int row) {
-    return ((C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m : 0) + u.m0 + row) * static_cast<std::int64_t>(p.n) + u.n0;
-  };
+  const auto first_element = [&](int row) { return (C::kForm == GemmForm::kTN ? u.group * p.d_plane : 0) + (u.m0 + row) * p.d_stride + u.n0; };
   if (const int valid = min(uniform(u.m_valid) - 64 * t.warpgroup, 64), columns = p.n - uniform(u.n0); valid <= 0 || columns <= 0) {
     for (; num_blocks > 0; --num_blocks) {
       ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
@@ -89,7 +87,7 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
   if (C::kForm == GemmForm::kTN && num_blocks == 0) {
     if (C::kOutput != GemmOutput::kAddF32) {
       const int valid = min(uniform(u.m_valid) - 64 * t.warpgroup, 64), columns = p.n - uniform(u.n0);
-      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, ptx::thread_index() % 128, valid, columns);
+      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.d_stride, ptx::thread_index() % 128, valid, columns);
     }
     return;
   }

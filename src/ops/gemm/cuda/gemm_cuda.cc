@@ -108,7 +108,7 @@ PortableGemm portable(const Wgrad& call) {
   const bool lnc = x.layout == WeightLayout::kLNC;
   const PortableOperand a{x.a.data, is_bf16(x.a), 0, 1, C, list(x.a_rows), x.a.shape[0]}, dy{x.dy.data, is_bf16(x.dy), 0, 1, N, nullptr, 0};
   PortableGemm g{};
-  g.a = lnc ? dy : a, g.b = lnc ? a : dy, g.is_k_ragged = true, g.m = lnc ? N : C, g.n = lnc ? C : N, g.d_group_stride = N * C;
+  g.a = lnc ? dy : a, g.b = lnc ? a : dy, g.is_k_ragged = true, g.m = lnc ? N : C, g.n = lnc ? C : N, g.d_group_stride = N * C, g.d_row_stride = g.n;
   g.offsets = list(x.offsets), g.d = x.d_weights.data, g.d_is_bf16 = is_bf16(x.d_weights), g.accumulate = x.accumulate, g.status = x.status;
   return g;
 }
@@ -153,6 +153,28 @@ constexpr detail::GemmDeviceBackend kBackend = {{refuse<Forward>, run<Forward>},
                                                 {refuse_activation_backward, run_activation_backward}};
 
 }  // namespace
+
+void run_wgrad_part(const WgradPart& part, Stream stream) {
+  const int device = stream.device.index;
+  const auto native = static_cast<cudaStream_t>(stream.native);
+  const DeviceGuard guard(device);
+  GroupedProblem p{};
+  p.form = GemmForm::kTN, p.output = part.is_bf16 ? GemmOutput::kBf16 : (part.accumulate ? GemmOutput::kAddF32 : GemmOutput::kF32);
+  p.groups = part.groups, p.rows = part.rows, p.m = part.whole_m, p.n = part.whole_n, p.whole_m = part.whole_m, p.whole_n = part.whole_n;
+  p.a = part.a, p.b = part.b, p.offsets = part.offsets, p.d = part.d, p.status = part.status;
+  if (refuse_grouped(p, device).empty()) {
+    const GemmTuning tuning = choose_tuning(p, num_sms(device));  // of the whole
+    p.m = part.m, p.n = part.n;
+    return run_grouped(p, tuning, device, native);
+  }
+  PortableGemm g{};
+  g.a = {part.a, true, 0, 1, part.m, nullptr, 0}, g.b = {part.b, true, 0, 1, part.n, nullptr, 0};
+  g.is_k_ragged = true, g.groups = static_cast<int>(part.groups), g.rows = part.rows, g.m = part.m, g.n = part.n;
+  g.d_group_stride = part.whole_m * part.whole_n, g.d_row_stride = part.whole_n;
+  g.offsets = part.offsets, g.d = part.d, g.d_is_bf16 = part.is_bf16, g.accumulate = part.accumulate, g.status = part.status;
+  launch_gemm_portable(g, native);
+  check_launch("gemm_portable");
+}
 
 void register_gemm() { detail::g_gemm_device_backend = &kBackend; }
 

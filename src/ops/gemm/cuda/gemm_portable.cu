@@ -91,7 +91,7 @@ __global__ void gemm_portable(const __grid_constant__ PortableGemm g) {
       const std::int64_t i = i0 + threadIdx.x / 16 * 4 + x, j = j0 + threadIdx.x % 16 * 4 + y;
       if (i >= m || j >= g.n) continue;
       const bool is_padding = !g.is_k_ragged && source_row(g.a, rows.x + i) < 0;
-      const std::int64_t at = g.is_k_ragged ? group * g.d_group_stride + i * g.n + j : (rows.x + i) * g.n + j;
+      const std::int64_t at = g.is_k_ragged ? group * g.d_group_stride + i * g.d_row_stride + j : (rows.x + i) * g.n + j;
       float value = sum[x][y];
       if (g.bias != nullptr && !is_padding) value += g.bias[group * g.n + j];
       if (g.accumulate) value += static_cast<const float*>(g.d)[at];

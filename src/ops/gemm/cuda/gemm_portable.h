@@ -27,8 +27,8 @@ struct PortableGemm {
   const std::int32_t* offsets;
   void* d;
   bool d_is_bf16, accumulate;
-  std::int64_t d_group_stride;
-  const float* bias;  // [groups, n] or null
+  std::int64_t d_group_stride, d_row_stride;  // elements; d_row_stride: only where k is ragged
+  const float* bias;                          // [groups, n] or null
   StatusWord* status;
 };
 void launch_gemm_portable(const PortableGemm& gemm, cudaStream_t stream);

@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std:
         const int row = 4 * i + to.lane / 8, column = group * kColumns + to.lane % 8 * (16 / kSize);
         const uint4 v = *reinterpret_cast<const uint4*>(buffer + piece_offset(row, to.lane % 8));
         if (row >= to.rows || column >= to.columns) continue;
-        std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (first + static_cast<std::int64_t>(row) * p.n + column) * kSize;
+        std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (first + row * p.d_stride + column) * kSize;
         if constexpr (kOutput == GemmOutput::kAddF32) {
           ptx::red_add_v4(reinterpret_cast<float*>(out), make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)));
         } else {

@@ -41,7 +41,8 @@ struct GroupedParams {
   const void *a_data, *b_data;
   int a_rows, b_rows;
   void* d_data;
-  const float* bias;  // [groups, n] or null; kNT, kNN
+  std::int64_t d_stride, d_plane;  // elements from one row of D to the next; kTN: from one group to the next
+  const float* bias;               // [groups, n] or null; kNT, kNN
   ActivationKind act_kind;
   float act_limit, act_alpha;
   void* h_data;             // kActivation: null where the pre-activation is not wanted
@@ -50,6 +51,7 @@ struct GroupedParams {
   // kTN: a group of 1.5 q k blocks or more is cut into slices of 0.75 q to 1.5 q, whose fp32 partial tiles meet in `partials`. q is the work
   // of all groups over (clusters * slices_per_cluster), at least min_slice_blocks.
   int slices_per_cluster, min_slice_blocks;
+  int slice_tiles;      // of the product whose slices these are: a part of a product is cut as the whole
   int num_passes;       // kTN: over the groups: those in slices, then ever shorter ones
   int max_split_units;  // what `partials` has room for; only broken offsets pass it, and such units are left out
   float* partials;

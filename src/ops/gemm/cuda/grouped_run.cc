@@ -129,8 +129,10 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   params.b = p.form == GemmForm::kNT   ? map("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
              : p.form == GemmForm::kNN ? map("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
                                        : map("b", p.b, 1, p.b_list != nullptr ? p.b_rows : p.rows, p.n, kBlockK / 2);
-  params.d = make_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
-                             gemm_limits::kBufferRows);
+  const std::int64_t whole_m = p.whole_m > 0 ? p.whole_m : p.m, whole_n = p.whole_n > 0 ? p.whole_n : p.n;
+  params.d_stride = whole_n, params.d_plane = whole_m * whole_n;
+  params.d = make_strided_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
+                                     whole_n, is_tn ? whole_m * whole_n : p.rows * p.n, gemm_limits::kBufferRows);
   std::size_t part_floats = 0;
   if (p.activation.epilogue != GemmEpilogue::kPlain) part_floats = fill_activation(params, p);
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
@@ -141,7 +143,8 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   std::size_t split_units = 0;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
   if (is_tn) {
-    const std::int64_t tiles = units_of_tiles(div_up(p.m, kBlockM), n_tiles, tuning.tile.cluster);
+    const std::int64_t tiles = units_of_tiles(div_up(whole_m, kBlockM), div_up(whole_n, tuning.tile.block_n), tuning.tile.cluster);
+    params.slice_tiles = static_cast<int>(tiles);
     // One group of many tiles fills the GPU by itself.
     if (tuning.slices_per_cluster > 0 && tiles < tuning.slices_per_cluster * clusters && p.rows >= 2 * kBlockK * tuning.min_slice_blocks) {
       params.slices_per_cluster = tuning.slices_per_cluster, params.min_slice_blocks = std::max(tuning.min_slice_blocks, 8);

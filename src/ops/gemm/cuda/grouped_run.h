@@ -39,6 +39,9 @@ struct GroupedProblem {
   std::int64_t a_rows = 0;
   const std::int32_t* b_list = nullptr;
   std::int64_t b_rows = 0;
+  // kTN: the product is a part of one of [whole_m, whole_n] a group: D lies within that one's result, and groups are cut into slices as that one's
+  // are, so that the bits are the same. 0: m, n.
+  std::int64_t whole_m = 0, whole_n = 0;
   StatusWord* status = nullptr;
   GroupedActivation activation = {};  // kNT, kNN with bf16 results
 };

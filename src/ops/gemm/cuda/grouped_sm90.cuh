@@ -110,9 +110,7 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
       if (t.peer_empty != 0) ptx::mbarrier_arrive_remote(t.peer_empty + static_cast<std::uint32_t>(slot) * 8);
     }
   };
-  const auto first_element = [&](int row) {
-    return ((C::kForm == GemmForm::kTN ? static_cast<std::int64_t>(u.group) * p.m : 0) + u.m0 + row) * static_cast<std::int64_t>(p.n) + u.n0;
-  };
+  const auto first_element = [&](int row) { return (C::kForm == GemmForm::kTN ? u.group * p.d_plane : 0) + (u.m0 + row) * p.d_stride + u.n0; };
   if (uniform(u.m_valid) <= 64 * t.warpgroup || uniform(columns()) <= 0) {
     for (int block = 0; block < num_blocks; ++block) {
       ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
@@ -124,8 +122,8 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
   }
   if (C::kForm == GemmForm::kTN && num_blocks == 0) {
     if (C::kOutput != GemmOutput::kAddF32) {
-      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.n, ptx::thread_index() % 128, min(u.m_valid - 64 * t.warpgroup, 64),
-                                          columns());
+      store_zeros<C::kBlockN, C::kOutput>(p.d_data, first_element(64 * t.warpgroup), p.d_stride, ptx::thread_index() % 128,
+                                          min(u.m_valid - 64 * t.warpgroup, 64), columns());
     }
     return;
   }

@@ -28,7 +28,7 @@ class UnitWalker {
     if constexpr (kForm == GemmForm::kTN) {
       tiles_ = units_of_tiles((p.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
       const long long blocks = max(min(__ldg(p.offsets + p.groups), p.rows), 0) / kBlockK + 1;
-      slice_blocks_ = max(static_cast<int>(blocks * tiles_ / (static_cast<long long>(num_clusters) * p.slices_per_cluster)), p.min_slice_blocks);
+      slice_blocks_ = max(static_cast<int>(blocks * p.slice_tiles / (static_cast<long long>(num_clusters) * p.slices_per_cluster)), p.min_slice_blocks);
     }
     fetch(0);
     take_window();

@@ -8,6 +8,7 @@
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "ops/gemm/cuda/fp8_run.h"
+#include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/gemm/cuda/part_offsets.h"
 #include "ops/gemm/quantized_backend.h"
 
@@ -61,11 +62,11 @@ void multiply_fp8(const RowProduct& x, const GroupedShape& s, Stream stream) {
            scale_rows, scale_columns, x.weights.q.scales.describe());
   WB_CHECK(b.size() >= (x.inner ? s.L * x.n * x.k : s.L * k_blocks * x.n * 128), "{}: the weights hold {} codes, {} are needed", x.op, b.size(),
            x.inner ? s.L * x.n * x.k : s.L * k_blocks * x.n * 128);
-  WB_CHECK(x.rows.q.scales.rank == 2 && x.rows.q.scales.shape[0] >= s.S && x.rows.q.scales.shape[1] == k_blocks,
-           "{}: the rows' scales must be [{}, {}], got {}", x.op, s.S, k_blocks, x.rows.q.scales.describe());
+  WB_CHECK(x.rows.q.scales.rank == 2 && x.rows.q.scales.shape[1] == k_blocks, "{}: the rows' scales must have {} columns, got {}", x.op, k_blocks,
+           x.rows.q.scales.describe());
   Fp8Problem p{};
   p.form = GemmForm::kNT, p.output = output_of(x.d, x.accumulate), p.types = types_of(x.op, x.rows.config, x.weights.config);
-  p.groups = s.L, p.rows = s.S, p.n = x.n, p.k = x.k, p.a = x.rows.q.codes.data, p.b = b.data;
+  p.groups = s.L, p.rows = std::min(s.S, x.rows.q.scales.shape[0]), p.n = x.n, p.k = x.k, p.a = x.rows.q.codes.data, p.b = b.data;
   p.a_scales = static_cast<const float*>(x.rows.q.scales.data), p.b_scales = static_cast<const float*>(x.weights.q.scales.data);
   p.a_scale_stride = x.rows.q.scales.stride[0], p.a_scale_k = x.rows.q.scales.stride[1];
   p.b_scale_group = n_blocks * k_blocks, p.b_scale_column = x.inner ? k_blocks : 1, p.b_scale_k = x.inner ? 1 : n_blocks, p.b_is_turned = !x.inner;
@@ -101,11 +102,25 @@ void check_workspace(const char* op, const Workspace& workspace, std::size_t byt
            bytes);
 }
 
-// The operand's rows [begin, begin + count); block rows are single ones.
+// The operand's rows [begin, begin + count); block rows are single ones. Scales end with the groups' last row.
 QuantizedView rows_of(const QuantizedOperand& x, std::int64_t begin, std::int64_t count, std::int64_t first_group) {
   QuantizedView part = x.q;
-  part.codes = x.q.codes.rows(begin, begin + count), part.scales = x.q.scales.rows(begin, begin + count);
+  const std::int64_t scaled = x.q.scales.shape[0];
+  part.codes = x.q.codes.rows(begin, begin + count), part.scales = x.q.scales.rows(std::min(begin, scaled), std::min(begin + count, scaled));
   if (x.config.scale == ScaleFormat::kE4M3) part.group_scales = x.q.group_scales.rows(first_group, x.q.group_scales.shape[0]);
+  part.turned = {}, part.swizzled = {};
+  return part;
+}
+
+// The operand's columns [begin, begin + count).
+QuantizedView columns_of(const QuantizedOperand& x, std::int64_t begin, std::int64_t count) {
+  const auto cut = [](TensorView& view, std::int64_t from, std::int64_t columns) {
+    view.data = static_cast<std::byte*>(view.data) + static_cast<std::size_t>(from * view.stride[1]) * size_bytes(view.dtype);
+    view.shape[1] = columns;
+  };
+  QuantizedView part = x.q;
+  const std::int64_t codes = x.config.element == ElementFormat::kE2M1 ? 2 : 1, block = x.config.block_columns;
+  cut(part.codes, begin / codes, count / codes), cut(part.scales, begin / block, (count + block - 1) / block);
   part.turned = {}, part.swizzled = {};
   return part;
 }
@@ -194,21 +209,30 @@ void wgrad(const QuantizedWgradArgs& args, const GroupedShape& s, Stream stream)
   const char* op = "quantized_gemm_wgrad";
   if (detail::is_fp8_wgrad(args.a.config, args.dy.config)) return wgrad_fp8(args, s, stream);
   WB_CHECK(args.a.q.codes && args.dy.q.codes, "{}: codes are needed, turned codes are read by 8-bit products only", op);
-  const detail::WideWgradPlan plan = detail::plan_wide_wgrad(s);
+  const detail::WideWgradPlan plan = detail::plan_wide_wgrad(s, detail::wgrad_step(args, s));
   check_workspace(op, args.workspace, plan.bytes);
+  if (s.L == 0) return;
+  const DeviceGuard guard(stream.device.index);
   auto* base = static_cast<std::byte*>(args.workspace.data());
-  const TensorView dy = device_view(base + plan.dy_offset, DType::kBF16, {s.S, s.N}, stream.device);
-  const TensorView a = device_view(base + plan.a_offset, DType::kBF16, {s.S, s.C}, stream.device);
-  const auto widen = [&](const QuantizedOperand& x, const TensorView& wide) {
-    QuantizedView view = x.q;
-    view.turned = {}, view.swizzled = {};
-    dequantize(x.config, view, args.offsets, wide, stream, args.status);
-  };
-  widen(args.dy, dy), widen(args.a, a);
-  GroupedGemmWgradArgs wide;
-  wide.a = a, wide.dy = dy, wide.offsets = args.offsets, wide.d_weights = args.d_weights, wide.layout = args.layout, wide.accumulate = args.accumulate;
-  wide.status = args.status;
-  grouped_gemm_wgrad(wide, stream);
+  const bool lnc = args.layout == WeightLayout::kLNC;
+  const std::size_t size = size_bytes(args.d_weights.dtype);
+  std::int64_t wide_a = -1;  // the first column of a that is there
+  for (std::int64_t i = 0; i < plan.dy_parts; ++i) {
+    const std::int64_t n0 = i * plan.dy_columns, n = std::min(plan.dy_columns, s.N - n0);
+    const TensorView dy = device_view(base + plan.dy_offset, DType::kBF16, {s.S, n}, stream.device);
+    dequantize(args.dy.config, columns_of(args.dy, n0, n), args.offsets, dy, stream, i == 0 ? args.status : nullptr);
+    for (std::int64_t turn = 0; turn < plan.a_parts; ++turn) {
+      const std::int64_t j = i % 2 == 0 ? turn : plan.a_parts - 1 - turn;  // there and back: the last part serves twice
+      const std::int64_t c0 = j * plan.a_columns, c = std::min(plan.a_columns, s.C - c0);
+      const TensorView a = device_view(base + plan.a_offset, DType::kBF16, {s.S, c}, stream.device);
+      if (wide_a != c0) dequantize(args.a.config, columns_of(args.a, c0, c), args.offsets, a, stream);
+      wide_a = c0;
+      auto* d = static_cast<std::byte*>(args.d_weights.data) + static_cast<std::size_t>(lnc ? n0 * s.C + c0 : c0 * s.N + n0) * size;
+      run_wgrad_part({lnc ? dy.data : a.data, lnc ? a.data : dy.data, offsets_of(args.offsets), s.L, s.S, lnc ? n : c, lnc ? c : n, lnc ? s.N : s.C,
+                      lnc ? s.C : s.N, d, args.d_weights.dtype == DType::kBF16, args.accumulate, args.status},
+                     stream);
+    }
+  }
 }
 
 constexpr detail::QuantizedBackend kBackend = {forward, dgrad, wgrad};
