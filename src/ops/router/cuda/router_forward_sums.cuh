@@ -147,8 +147,9 @@ __global__ void __launch_bounds__(kSumsWarps<kVectors, kMode> * 32, 1) router_fo
   const float* bias = kMode == kPlain ? nullptr : bias_smem;
   const bool need_sum = rows.score == kScoreSoftmax && rows.renormalise == 0;
   float sums[kColumns][4] = {};
-  // A group goes on while its first warp has a row.
-  for (std::uint32_t parity = 0; t - (warp - group * kGroup) * grid < T_rows; t += num_warps, parity ^= 1u) {
+  // All groups go on while the CTA's first warp has a row: racecheck counts barriers a warp, and takes groups that have passed fewer of their own for
+  // ones that have not waited for the others in the end.
+  for (std::uint32_t parity = 0; t - warp * grid < T_rows; t += num_warps, parity ^= 1u) {
     int count = -1;  // no row
     float scale = 0.0f;
     if (t < T_rows) {
