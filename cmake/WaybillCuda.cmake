@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # CUDA: compiler, code objects, and the two kinds of target. CPU-only builds never read this file.
-# All kernels are built for sm_90a. WAYBILL_CUDA_PORTABLE adds sm_80 and sm_100a objects of the code that does not need sm_90a itself
-# (the router, the virtual ranks, the portable matmul). Neither was ever run by us: unverified.
+# All kernels are built for sm_90a. WAYBILL_CUDA_PORTABLE adds sm_80 and sm_100a objects of all but the kernels on warpgroup matrix instructions
+# (SM90 below), which the portable matmul replaces there, and for sm_80 of those that live on bulk copies (BULK). Neither was ever run by us: unverified.
 option(WAYBILL_CUDA_PORTABLE "Also build sm_80 and sm_100a objects of portable code (not run)" OFF)
 option(WAYBILL_PORTABLE_BINARIES "Link what a bare GPU machine may lack (fmt, libstdc++) into the programs" OFF)
 
@@ -20,7 +20,8 @@ list(APPEND CMAKE_CUDA_COMPILE_FEATURES cuda_std_20)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
 set(WAYBILL_CUDA_GENCODE -gencode=arch=compute_90a,code=sm_90a)
-set(WAYBILL_CUDA_PORTABLE_GENCODE -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_100a,code=sm_100a)
+set(WAYBILL_CUDA_SM80_GENCODE -gencode=arch=compute_80,code=sm_80)
+set(WAYBILL_CUDA_SM100_GENCODE -gencode=arch=compute_100a,code=sm_100a)
 
 # The launcher runs nvcc and fails on spills and on the warnings that mean serialised wgmma or ignored setmaxnreg (C7508, C7510).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
@@ -36,17 +37,21 @@ if(WAYBILL_PORTABLE_BINARIES)
   add_link_options(-static-libstdc++ -static-libgcc -Wl,--as-needed)
 endif()
 
-# waybill_cuda_portable(<source> ...): with WAYBILL_CUDA_PORTABLE these sources are built for sm_80 and sm_100a, too.
-function(waybill_cuda_portable)
-  if(WAYBILL_CUDA_PORTABLE)
-    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS ${WAYBILL_CUDA_PORTABLE_GENCODE})
-  endif()
-endfunction()
-
-# waybill_add_cuda_folder(<name> SOURCES ... LINK <target> ...): the static library waybill_<name>_cuda.
+# waybill_add_cuda_folder(<name> SOURCES ... [SM90 <source> ...] [BULK <source> ...] LINK <target> ...): the static library waybill_<name>_cuda. SM90:
+# sources of kernels that only sm_90a can run; BULK: sm_90 and up.
 function(waybill_add_cuda_folder name)
-  cmake_parse_arguments(ARG "" "" "SOURCES;LINK" ${ARGN})
-  add_library(waybill_${name}_cuda STATIC ${ARG_SOURCES})
+  cmake_parse_arguments(ARG "" "" "SOURCES;SM90;BULK;LINK" ${ARGN})
+  add_library(waybill_${name}_cuda STATIC ${ARG_SOURCES} ${ARG_SM90} ${ARG_BULK})
+  if(WAYBILL_CUDA_PORTABLE)
+    set(portable ${ARG_SOURCES})
+    list(FILTER portable INCLUDE REGEX "\\.cu$")
+    foreach(source IN LISTS portable)
+      set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS ${WAYBILL_CUDA_SM80_GENCODE} ${WAYBILL_CUDA_SM100_GENCODE})
+    endforeach()
+    foreach(source IN LISTS ARG_BULK)
+      set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS ${WAYBILL_CUDA_SM100_GENCODE})
+    endforeach()
+  endif()
   add_library(waybill::${name}_cuda ALIAS waybill_${name}_cuda)
   target_include_directories(waybill_${name}_cuda PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(waybill_${name}_cuda PUBLIC ${ARG_LINK} CUDA::cudart_static PRIVATE $<BUILD_INTERFACE:waybill_flags> $<BUILD_INTERFACE:waybill_cuda_flags>)
