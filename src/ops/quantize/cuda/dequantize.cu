@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "ops/quantize/cuda/codec.cuh"
 #include "ops/quantize/cuda/group_table.cuh"
@@ -21,7 +22,9 @@ constexpr int kUnderWay = (kFormat == ElementFormat::kE2M1) && (kBlockRows > 1) 
 
 struct DequantizeGrid {
   int segments;       // of kWarpColumns a row
+  int column_shift;   // is_wide: log2 of the block's columns
   bool is_wide;       // 8 codes and 8 results of a lane are aligned
+  bool packs_scales;  // is_wide, byte scales a column: those of a lane's eight columns are aligned, too
   bool needs_groups;  // for block rows or NVFP4's scales
 };
 
@@ -50,15 +53,26 @@ __device__ __forceinline__ uint2 load_codes(const CodedRows& in, std::int64_t ro
 
 template <ElementFormat kFormat>
 __device__ __forceinline__ void store_eight(const WideRows& y, const CodedRows& in, std::int64_t row, int column, uint2 codes, std::int64_t scale_row,
-                                            float group) {
+                                            float group, const DequantizeGrid& grid) {
   const std::int64_t scales = scale_row * in.scale_stride;
-  const float shared_scale = in.block_columns > 1 ? scale_at(in, scales + column / in.block_columns * in.scale_column_stride) : 0.0f;
   float v[8];
+  if (grid.packs_scales) {
+    const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(in.scales) + scales + column));
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 two = decode_two<kFormat>(codes, i);
-    v[2 * i] = __fmul_rn(two.x, in.block_columns > 1 ? shared_scale : scale_at(in, scales + (column + 2 * i) * in.scale_column_stride));
-    v[2 * i + 1] = __fmul_rn(two.y, in.block_columns > 1 ? shared_scale : scale_at(in, scales + (column + 2 * i + 1) * in.scale_column_stride));
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = decode_two<kFormat>(codes, i);
+      const std::uint32_t both = (i < 2 ? bytes.x : bytes.y) >> (16 * (i % 2));
+      v[2 * i] = __fmul_rn(two.x, decode_e8m0_bits(both & 0xffu)), v[2 * i + 1] = __fmul_rn(two.y, decode_e8m0_bits(both >> 8 & 0xffu));
+    }
+  } else {
+    const bool is_shared = in.block_columns > 1;
+    const float shared_scale = is_shared ? scale_at(in, scales + (column >> grid.column_shift) * in.scale_column_stride) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = decode_two<kFormat>(codes, i);
+      v[2 * i] = __fmul_rn(two.x, is_shared ? shared_scale : scale_at(in, scales + (column + 2 * i) * in.scale_column_stride));
+      v[2 * i + 1] = __fmul_rn(two.y, is_shared ? shared_scale : scale_at(in, scales + (column + 2 * i + 1) * in.scale_column_stride));
+    }
   }
   if (kFormat == ElementFormat::kE2M1 && in.scale == ScaleFormat::kE4M3) {
     const float reciprocal = group >= 0x1p-80f && group <= 0x1p100f ? __frcp_rn(group) : 0.0f;
@@ -124,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(const WideRows y, const C
       }
       if (scale_row >= in.scale_rows) continue;
       if (grid.is_wide) {
-        store_eight<kFormat>(y, in, row[i], column[i], codes[i], scale_row, group);
+        store_eight<kFormat>(y, in, row[i], column[i], codes[i], scale_row, group, grid);
       } else {
         store_singly<kFormat>(y, in, row[i], column[i], scale_row, group);
       }
@@ -138,8 +152,14 @@ void launch(const WideRows& y, const CodedRows& in, cudaStream_t stream) {
                           in.code_stride % 8 == 0 && y.columns % 8 == 0;
   // Two levels of scales under 8-bit elements, which no recipe has, go singly.
   const bool is_plain = in.scale != ScaleFormat::kE4M3 || kFormat == ElementFormat::kE2M1;
-  const DequantizeGrid grid{(y.columns + kWarpColumns - 1) / kWarpColumns, is_aligned && is_plain && (in.block_columns == 1 || in.block_columns % 8 == 0),
-                            kBlockRows > 1 || in.scale == ScaleFormat::kE4M3};
+  const auto columns = static_cast<unsigned>(in.block_columns);
+  DequantizeGrid grid{};
+  grid.segments = (y.columns + kWarpColumns - 1) / kWarpColumns;
+  grid.column_shift = std::countr_zero(columns);
+  grid.is_wide = is_aligned && is_plain && (columns == 1 || (columns % 8 == 0 && std::has_single_bit(columns)));
+  grid.packs_scales = grid.is_wide && columns == 1 && in.scale == ScaleFormat::kE8M0 && in.scale_column_stride == 1 && in.scale_stride % 8 == 0 &&
+                      reinterpret_cast<std::uintptr_t>(in.scales) % 8 == 0;
+  grid.needs_groups = kBlockRows > 1 || in.scale == ScaleFormat::kE4M3;
   const std::int64_t units = y.rows * grid.segments, per_cta = kWarps * kUnderWay<kFormat, kBlockRows>;
   const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? 132 * 8 : 1 << 30));
   const auto shared = static_cast<unsigned>(grid.needs_groups ? GroupTable::bytes(y.groups, 1) : 0u);
