@@ -17,7 +17,7 @@ AREAS = {
     "gemm": ("src/ops/gemm/cuda", "src/ops/gemm/*.h", "src/ops/gemm/grouped_gemm*.cc", "include/waybill/grouped_gemm*.h", "src/ops/activation/cuda",
              "src/ops/activation/*.h", "include/waybill/activation.h", "bench/peers/torch_grouped.py"),
     "exchange": ("src/exchange/cuda", "src/exchange/*.h", "src/fabric/cuda_local", "src/fabric/nccl", "include/waybill/exchange.h", "include/waybill/route_plan.h"),
-    "fp8": ("src/ops/gemm/cuda", "src/ops/quantize/cuda", "bench/peers/torch_fp8.py"),
+    "fp8": ("src/ops/gemm/cuda", "src/ops/quantize/cuda", "bench/peers/torch_grouped.py"),
     "quantize": ("src/ops/quantize/cuda", "src/ops/quantize/*.cc", "src/ops/quantize/*.h", "include/waybill/quantize.h"),
     "moe": ("src/moe/cuda", "src/moe/*.h", "src/exchange/cuda", "src/fabric/cuda_local", "src/ops/gemm/cuda", "src/ops/activation/cuda", "src/ops/router/cuda",
             "bench/peers/torch_moe_ep.py", "bench/shapes/moe.toml"),

@@ -61,7 +61,7 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
   if [ -n "$nccl_library" ]; then export WAYBILL_NCCL_LIBRARY=$nccl_library; else note "NCCL library" "failed: none of the header's version"; cat "$work/nccl.log" >&2; fi
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ]; then
@@ -80,9 +80,10 @@ if [ $quick = 0 ]; then
   small_moe='Ranks/MoeCuda.AgreesWithTheLayerOnTheCpuAtRagged*/4:Ranks/MoeCuda.AnExceeded*/2'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do
-      # The score sums and the C functions under memcheck alone: docs/testing.md says what racecheck finds in them.
+      # The score sums under memcheck alone: docs/testing.md says what racecheck finds in them.
       more=
-      [ $tool != memcheck ] || more=':RouterSumsCuda.AFew*:CApiCuda.*'
+      [ $tool = initcheck ] || more=':CApiCuda.*'
+      [ $tool != memcheck ] || more+=':RouterSumsCuda.AFew*'
       start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router$more"
       # The matmuls under memcheck alone.
       [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"
@@ -120,6 +121,9 @@ start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
 collect
 start "benchmark fp8" "$bin/bench_cuda_fp8" "$work/fp8.jsonl" --loads
 collect
+start "benchmark quantized gemm" "$bin/bench_cuda_quantized" "$work/quantized.jsonl"
+collect
+[ ! -s "$work/quantized.jsonl" ] || cat "$work/quantized.jsonl" >>"$work/fp8.jsonl"
 start "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl" --loads
 collect
 start "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
@@ -139,7 +143,7 @@ if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/t
 grouped=
 if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads >"$work/torch_grouped.log" 2>&1; then grouped=$work/torch_grouped.jsonl; else note "peer torch grouped" "skipped: torch did not run"; fi
 fp8=
-if "${PYTHON:-python3}" bench/peers/torch_fp8.py "$work/torch_fp8.jsonl" >"$work/torch_fp8.log" 2>&1; then fp8=$work/torch_fp8.jsonl; else note "peer torch fp8" "skipped: torch did not run"; fi
+if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_fp8.jsonl" --fp8 >"$work/torch_fp8.log" 2>&1; then fp8=$work/torch_fp8.jsonl; else note "peer torch fp8" "skipped: torch did not run"; fi
 if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && "${PYTHON:-python3}" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" >"$work/torch_moe.log" 2>&1; then
   cat "$work/torch_moe.jsonl" >>"$work/moe.jsonl"
 else

@@ -39,6 +39,7 @@ declare -A sources=(
   [test_cuda_fp8]="$core $fp8 $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
   [bench_cuda_fp8]="$core $fp8 $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
   [test_cuda_quantized_gemm]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/quantized_gemm_test.cc tests/cuda/main.cc"
+  [bench_cuda_quantized]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/gemm_spin.cu bench/cuda/quantized_bench.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router src/balance/workload.cc bench/cuda/router_bench.cc"
@@ -56,7 +57,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_negative bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_negative bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done

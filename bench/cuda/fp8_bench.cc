@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // 8-bit grouped matmul benchmark: checks a sample of what it times against sums in double, then times it beside cuBLASLt's dense E4M3 8192^3 of
 // the same run; prints a table and writes records as JSON lines. Exit code 1 when a check fails.
-//   bench_cuda_fp8 OUT.jsonl [--filter TEXT] [--op TEXT] [--loads] [--sweep]
+//   bench_cuda_fp8 OUT.jsonl [--filter TEXT] [--op TEXT] [--loads] [--sweep] [--tile COLUMNS,STAGES,CLUSTER,BUFFERS] [--band B] [--slices S]
 //     --loads   also the loads W0 to W9 of bench/shapes/loads.toml and softmax, hot90 and zipf (bench/loads.h)
 //     --sweep   every tile and band instead of the policy's choice, briefly; no records
+//     --tile, --band, --slices   in place of the policy's choice
 // Operands are normal values quantised by the GPU quantisers (1 x 128, 128 x 128, 128 x 1, scales powers of two) before the clock starts.
 // Method "burst": before each of 5 repetitions the device spins 15 ms; then 10 calls between two events; the median. TFLOP/s count valid rows.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <string>
 #include <vector>
 
-#include "bench/cuda/gemm_burst.h"
 #include "bench/cuda/gemm_dense.h"
-#include "bench/loads.h"
+#include "bench/cuda/matmul_harness.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
@@ -30,12 +29,6 @@ namespace {
 constexpr double kTargetDense = 1528;
 constexpr std::int64_t kDense = 8192;
 constexpr Device kGpu{DeviceType::kCuda, 0};
-
-struct Shape {
-  std::int64_t L, rows, N, C;  // rows: mean of a group
-  const char* load;
-  double fwd, dgrad, store, accumulate;  // TFLOP/s wanted; 0: none
-};
 
 TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
   TensorView v(buffer.data(), dtype, shape);
@@ -93,11 +86,12 @@ struct Coded {
 };
 
 enum Op : int { kForward = 0, kDgrad, kStore, kAccumulate, kNumOps };
-constexpr const char* kOpNames[] = {"fp8_fwd", "fp8_dgrad", "fp8_wgrad bf16", "fp8_wgrad f32 +="};
-
 class Bench {
  public:
-  explicit Bench(const Shape& s) : s_(s) {
+  static constexpr const char* kNames[] = {"fp8_fwd", "fp8_dgrad", "fp8_wgrad bf16", "fp8_wgrad f32 +="};
+  static_assert(std::size(kNames) == kNumOps);
+  static bool is_swept(int) { return true; }
+  explicit Bench(const MatmulShape& s) : s_(s) {
     const std::vector<std::int64_t> counts = bench::load_counts(s.load, s.L, s.rows);
     const std::vector<std::int32_t> offsets = bench::load_offsets(s.load, s.L, s.rows);
     for (const std::int64_t c : counts) used_ += c > 0 ? 1 : 0;
@@ -107,7 +101,7 @@ class Bench {
     d_ = DeviceBuffer(static_cast<std::size_t>(std::max({S_ * s.N * 2, S_ * s.C * 2, s.L * s.N * s.C * 4})));
     WB_TRY_CUDA(cudaDeviceSynchronize());
   }
-  Fp8Problem problem(Op op) const {
+  Fp8Problem problem(int op) const {
     const std::int64_t n_blocks = (s_.N + 127) / 128, c_blocks = (s_.C + 127) / 128;
     Fp8Problem p{};
     p.form = op < kStore ? GemmForm::kNT : GemmForm::kTN, p.output = op == kAccumulate ? GemmOutput::kAddF32 : GemmOutput::kBf16;
@@ -122,7 +116,14 @@ class Bench {
     p.b_is_turned = op == kDgrad, p.max_blocks = max_block_rows(S_, s_.L, 128);
     return p;
   }
-  bool check(Op op, const Fp8Tuning& tuning) const {
+  Fp8Tuning tuning(int op) const { return choose_fp8_tuning(problem(op), 132); }
+  std::vector<GemmTile> tiles(int op) const {
+    std::vector<GemmTile> all;
+    const Fp8Problem p = problem(op);
+    for (const Fp8Kernel& kernel : fp8_kernels(p.form, p.output, p.types)) all.push_back(kernel.tile);
+    return all;
+  }
+  bool check(int op, const Fp8Tuning& tuning) const {
     if (op == kAccumulate) {
       WB_TRY_CUDA(cudaMemsetAsync(d_.data(), 0, d_.bytes(), stream_));
     } else {
@@ -132,26 +133,25 @@ class Bench {
     run_fp8(p, tuning, 0, stream_);
     const std::int64_t samples = op >= kStore ? std::min<std::int64_t>(5000, std::int64_t{400000000} / std::max<std::int64_t>(largest_, 1)) : 5000;
     const GemmCheck got = check_fp8(p, nullptr, 0xcd, S_, samples, false, stream_);
-    if (got.wrong != 0) fmt::print("{} {}: {}\n", kOpNames[op], describe(tuning), got.describe());
+    if (got.wrong != 0) fmt::print("{} {}: {}\n", kNames[op], describe(tuning), got.describe());
     return got.wrong == 0 && got.checked > 0;
   }
-  Spread time(Op op, const Fp8Tuning& tuning, int repetitions, int calls, double spin_ms) const {
+  Spread time(int op, const Fp8Tuning& tuning, int repetitions, int calls, double spin_ms) const {
     const Fp8Problem p = problem(op);
     return time_burst(stream_, repetitions, calls, spin_ms, [&] { run_fp8(p, tuning, 0, stream_); });
   }
   double flops() const { return 2.0 * static_cast<double>(S_) * static_cast<double>(s_.N) * static_cast<double>(s_.C); }
   // Codes read once, results written once; scales (1/32 of the codes at most) are left out.
-  double bytes(Op op) const {
+  double bytes(int op) const {
     const double weights = static_cast<double>(s_.N) * static_cast<double>(s_.C), rows = static_cast<double>(S_);
     const auto in = static_cast<double>(op == kForward ? s_.C : s_.N), out = static_cast<double>(op == kForward ? s_.N : s_.C);
     if (op < kStore) return rows * (in + 2 * out) + static_cast<double>(used_) * weights;
     return rows * (in + out) + static_cast<double>(op == kAccumulate ? used_ : s_.L) * weights * (op == kStore ? 2 : 8);
   }
-  double target(Op op) const { return op == kForward ? s_.fwd : (op == kDgrad ? s_.dgrad : (op == kStore ? s_.store : s_.accumulate)); }
-  std::string name() const { return fmt::format("{}x{} N{} C{} {}", s_.L, s_.rows, s_.N, s_.C, s_.load); }
+  double target(int op) const { return op == kForward ? s_.fwd : (op == kDgrad ? s_.dgrad : (op == kStore ? s_.store : s_.accumulate)); }
 
  private:
-  Shape s_;
+  MatmulShape s_;
   std::int64_t S_ = 0, largest_ = 0, used_ = 0;
   CudaStream stream_;
   Coded a_, dy_, w_;
@@ -176,57 +176,8 @@ class Anchor {
   DeviceBuffer c_;
 };
 
-std::FILE* g_out = nullptr;
-bool g_all_match = true;
-
-void measure(const Shape& shape, double dense, const std::string& only) {
-  const Bench bench(shape);
-  for (int i = 0; i < kNumOps; ++i) {
-    const auto op = static_cast<Op>(i);
-    if (std::string(kOpNames[i]).find(only) == std::string::npos) continue;
-    const Fp8Tuning tuning = choose_fp8_tuning(bench.problem(op), 132);
-    const bool checked = bench.check(op, tuning);
-    const Spread t = bench.time(op, tuning, 5, 10, 15);
-    const double rate = bench.flops() / t.us * 1e-6, floor = std::max(bench.flops() / dense * 1e-6, bench.bytes(op) / kBytesPerUs);
-    const double wanted = bench.target(op) * dense / kTargetDense, target = wanted > 0 ? bench.flops() / wanted * 1e-6 : 0;
-    g_all_match &= checked;
-    fmt::print("{:<18} {:<34} {:<48} {:9.1f} us  {:6.1f} TFLOP/s  floor x{:5.2f}  wanted {:>5}{}{}\n", kOpNames[op], bench.name(), describe(tuning), t.us, rate,
-               t.us / floor, wanted > 0 ? fmt::format("{:.0f}", wanted) : "-", wanted > 0 ? (rate >= wanted ? " met" : " MISSED") : "",
-               checked ? "" : "  WRONG");
-    fmt::print(g_out,
-               "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
-               "\"target\":{},\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":50,\"tflops\":{:.1f}}}\n",
-               kOpNames[op], bench.name(), describe(tuning), t.us, t.spread, floor, target > 0 ? fmt::format("{:.2f}", target) : "null",
-               checked ? "true" : "false", t.us, rate);
-    std::fflush(g_out), std::fflush(stdout);
-  }
-}
-
-void sweep(const Shape& shape, double dense, const std::string& only) {
-  const Bench bench(shape);
-  for (int i = 0; i < kNumOps; ++i) {
-    const auto op = static_cast<Op>(i);
-    if (std::string(kOpNames[i]).find(only) == std::string::npos) continue;
-    const Fp8Problem p = bench.problem(op);
-    std::string line = fmt::format("{:<16} {:<28} wanted {:4.0f} |", kOpNames[op], bench.name(), bench.target(op) * dense / kTargetDense);
-    for (const Fp8Kernel& kernel : fp8_kernels(p.form, p.output, p.types)) {
-      for (const int band : {4, 8, 16}) {
-        Fp8Tuning tuning{kernel.tile, band / kernel.tile.cluster};
-        if (band == 8 && !bench.check(op, tuning)) line += " WRONG", g_all_match = false;
-        const double us = bench.time(op, tuning, 1, 1, 0.2).us;
-        const int calls = std::clamp(static_cast<int>(8000 / us), 1, 10);
-        line += fmt::format(" {}{:.0f}",
-                            band == 4 ? fmt::format("[{}c{}s{}b{}] ", kernel.tile.block_n, kernel.tile.cluster, kernel.tile.stages, kernel.tile.buffers) : "",
-                            bench.flops() / bench.time(op, tuning, 3, calls, 2).us * 1e-6);
-      }
-    }
-    fmt::print("{}\n", line);
-    std::fflush(stdout);
-  }
-}
-
-std::vector<Shape> shapes(bool with_loads) {
-  std::vector<Shape> all = {
+std::vector<MatmulShape> shapes(bool with_loads) {
+  std::vector<MatmulShape> all = {
       {8, 4096, 4096, 7168, "even", 1440, 1440, 1100, 1040},
       {8, 4096, 7168, 2048, "even", 1360, 1360, 1050, 1000},
       {32, 1024, 4096, 7168, "even", 1395, 1395, 1000, 780},
@@ -238,51 +189,15 @@ std::vector<Shape> shapes(bool with_loads) {
       {256, 320, 2048, 512, "even", 0, 0, 0, 0},
       {1152, 256, 1024, 512, "even", 0, 0, 0, 0},
   };
-  if (!with_loads) return all;
-  for (const char* load : bench::kShares) {
-    all.push_back({32, 9216, 1024, 512, load, 0, 0, 0, 0});
-    all.push_back({32, 1024, 4096, 7168, load, 0, 0, 0, 0});
-  }
-  for (const char* load : bench::kWorkloads) all.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
+  if (with_loads) add_loads(all, {32, 9216, 1024, 512, "", 0, 0, 0, 0}, {32, 1024, 4096, 7168, "", 0, 0, 0, 0});
   return all;
 }
 
 int main_checked(int argc, char** argv) {
-  std::string path = "fp8.jsonl", filter, only;
-  bool with_loads = false, is_sweep = false;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument == "--loads") {
-      with_loads = true;
-    } else if (argument == "--sweep") {
-      is_sweep = true;
-    } else if (argument == "--filter" && i + 1 < argc) {
-      filter = argv[++i];
-    } else if (argument == "--op" && i + 1 < argc) {
-      only = argv[++i];
-    } else {
-      path = argument;
-    }
-  }
-  g_out = std::fopen(path.c_str(), "w");
-  WB_CHECK(g_out != nullptr, "cannot write {}", path);
+  const MatmulOptions options = matmul_options(argc, argv, "fp8.jsonl");
   register_quantize();
   Anchor anchor;
-  const double dense = anchor.tflops();
-  fmt::print("dense E4M3 8192^3, cuBLASLt, fast accumulation: {:.1f} TFLOP/s\n", dense);
-  for (const Shape& shape : shapes(with_loads)) {
-    if (!filter.empty() && fmt::format("{}x{} N{} C{} {}", shape.L, shape.rows, shape.N, shape.C, shape.load).find(filter) == std::string::npos) continue;
-    is_sweep ? sweep(shape, dense, only) : measure(shape, dense, only);
-  }
-  const double after = anchor.tflops();
-  fmt::print("dense E4M3 8192^3, cuBLASLt, afterwards: {:.1f} TFLOP/s\n", after);
-  fmt::print(g_out,
-             "{{\"op\":\"dense_fp8\",\"case\":\"cuBLASLt E4M3 8192^3, fast accumulation, before and after: {:.1f}\",\"variant\":\"burst\",\"metric\":\"rate\","
-             "\"unit\":\"TFLOP/s\",\"value\":{:.1f},\"spread\":{:.1f},\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,"
-             "\"p50\":{:.1f},\"p99\":null,\"iterations\":50}}\n",
-             after, dense, std::abs(after - dense), dense);
-  std::fclose(g_out);
-  return g_all_match ? 0 : 1;
+  return run_matmul_bench<Bench>(options, shapes(options.with_loads), kTargetDense, anchor, "dense_fp8", "cuBLASLt E4M3 8192^3, fast accumulation");
 }
 
 }  // namespace

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times torch._grouped_mm (bf16) on the shapes of bench_cuda_gemm with the same method: 15 ms of spinning, then 10 calls between two
-events, median of 5. wgrad stores bf16.
+"""Times torch's grouped matmuls on the shapes of bench_cuda_gemm with the same method: 15 ms of spinning, then 10 calls between two events,
+median of 5. torch._grouped_mm (bf16); wgrad stores bf16.
 
   python3 bench/peers/torch_grouped.py OUT.jsonl [--loads]
+  python3 bench/peers/torch_grouped.py OUT.jsonl --fp8
+--fp8: torch._scaled_grouped_mm (E4M3, row-wise scales, fast accumulation) instead, the peer of bench_cuda_fp8's forward. Row-wise scales are
+coarser than blocks of 128: torch adds no products of blocks in fp32.
 """
 import json
 import statistics
@@ -66,7 +69,23 @@ def measure(groups, rows, n, c, load):
     return {op: time_us(fn) for op, fn in ops.items()}
 
 
+def measure_fp8(groups, rows, n, c):
+    offsets = (torch.arange(1, groups + 1) * rows).to(torch.int32).cuda()
+    a = torch.randn(groups * rows, c, device="cuda").to(torch.float8_e4m3fn)
+    w = torch.randn(groups, n, c, device="cuda").to(torch.float8_e4m3fn)
+    a_scale, w_scale = torch.ones(groups * rows, device="cuda"), torch.ones(groups, n, device="cuda")
+    return time_us(lambda: torch._scaled_grouped_mm(a, w.transpose(1, 2), a_scale, w_scale, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=True))
+
+
 def main():
+    if "--fp8" in sys.argv:
+        with open(sys.argv[1], "w", encoding="utf-8") as out:
+            for groups, rows, n, c in SHAPES:
+                us = measure_fp8(groups, rows, n, c)
+                record = {"op": "fp8_fwd", "case": f"{groups}x{rows} N{n} C{c} even", "torch_version": torch.__version__, "peers": {"torch row-wise": round(us, 2)}}
+                out.write(json.dumps(record) + "\n")
+                print(f"{groups}x{rows} N{n} C{c}: {us:.1f} us {2 * groups * rows * n * c / us * 1e-6:.1f} TFLOP/s", flush=True)
+        return
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     dense = 2 * 8192**3 / time_us(lambda: x @ y.t()) * 1e-6
