@@ -9,7 +9,8 @@
 #     --quick     no sanitizer
 #   scripts/gpu-check.sh --check    CI, no GPU: docs/performance.md matches the results; lists results older than the sources
 # A run with a failed check still writes its results; the page then says that they do not count.
-# Environment: WAYBILL_GPU_DEPS (see scripts/gpu_build.sh), NVCC, PYTHON (the python3 that holds torch, for the peer).
+# Environment: WAYBILL_GPU_DEPS (see scripts/gpu_build.sh), NVCC, PYTHON (the python3 that holds torch, for the peer); WAYBILL_LIBRARY and
+# WAYBILL_JAX_LIBRARY for the Python bindings.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin= out= quick=0
@@ -149,6 +150,25 @@ if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && "${PYTHON:-python3}" bench/peers/torc
 else
   note "peer torch moe" "skipped: torch did not run, or there is one GPU"
 fi
+# The Python bindings, where their libraries are (built here or elsewhere, with the GPU machine's libstdc++ or an older one).
+for framework in jax torch; do
+  name="bindings, $framework" log=$work/bindings_$framework.log
+  if [ -z "${WAYBILL_LIBRARY:-}" ] || { [ $framework = jax ] && [ -z "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
+    note "$name" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
+    continue
+  fi
+  (cd bindings/tests && PYTHONPATH=$PWD/../python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "${PYTHON:-python3}" -m pytest -q -rs -p no:cacheprovider "cuda/${framework}_cuda_test.py") >"$log" 2>&1
+  rc=$?
+  if [ $rc != 0 ]; then
+    note "$name" failed
+    tail -20 "$log" >&2
+  elif grep -q '[0-9] passed' "$log"; then
+    note "$name" passed
+    PYTHONPATH=$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "${PYTHON:-python3}" bench/peers/gpu_bindings.py $framework --cpp "$work/gemm.jsonl" >"$work/gpu_bindings_$framework.log" 2>&1 && cat "$work/gpu_bindings_$framework.log" || note "benchmark $name" failed
+  else
+    note "$name" "skipped: $(sed -n 's/^SKIPPED.*_test.py[:0-9]*: //p' "$log" | head -n 1)"
+  fi
+done
 (IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
 if [ -s "$work/router.jsonl" ]; then
   python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1

@@ -65,10 +65,26 @@ inline std::int32_t dtype_of(ffi::DataType type) {
   }
 }
 
+// Where a call's arrays are, and the stream it queues on: the CPU and this thread, or a CUDA device.
+class Place {
+ public:
+  Place() = default;
+  Place(std::int32_t device, void* native) : is_cuda_(true), stream_{sizeof(wb_stream), WB_CUDA_DEVICE, device, native, nullptr} {}
+  std::int32_t device_type() const { return stream_.device_type; }
+  std::int32_t device_index() const { return stream_.device_index; }
+  const wb_stream* stream() const { return is_cuda_ ? &stream_ : nullptr; }
+
+ private:
+  bool is_cuda_ = false;
+  wb_stream stream_{};
+};
+
 // Arrays of XLA are contiguous. Works for ffi::AnyBuffer and for typed buffers.
 template <class Buffer>
-wb_tensor to_tensor(const Buffer& buffer) {
+wb_tensor to_tensor(const Buffer& buffer, const Place& at = {}) {
   wb_tensor tensor{};
+  tensor.device_type = at.device_type();
+  tensor.device_index = at.device_index();
   tensor.data = buffer.untyped_data();
   tensor.dtype = dtype_of(buffer.element_type());
   for (const std::int64_t size : buffer.dimensions()) {
@@ -94,9 +110,11 @@ bool read_config(const Bytes& bytes, T& config) {
 }
 
 template <class Ids, class Weights>
-wb_route to_route(std::int64_t E, const Ids& ids, const Weights& weights, std::int32_t* counts = nullptr) {
+wb_route to_route(std::int64_t E, const Ids& ids, const Weights& weights, std::int32_t* counts = nullptr, const Place& at = {}) {
   const wb_tensor shape = to_tensor(ids);
   wb_route route{};
+  route.device_type = at.device_type();
+  route.device_index = at.device_index();
   route.struct_size = sizeof(route);
   route.T = shape.shape[0];
   route.K = shape.shape[1];

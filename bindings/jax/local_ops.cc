@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops of one device: router, grouped matmul, block formats.
+// Ops of one device: router, grouped matmul, block formats. Each is written once and bound twice: for the CPU, and for CUDA (wbx_*_cuda), where it queues
+// on XLA's stream, waits for nothing and may become part of a command buffer.
 #include "ffi_support.h"
 
 namespace waybill::jax {
@@ -11,113 +12,83 @@ using F32 = ffi::Buffer<ffi::F32>;
 using F32Result = ffi::Result<ffi::Buffer<ffi::F32>>;
 using I32Result = ffi::Result<ffi::Buffer<ffi::S32>>;
 
+template <auto kFunction>
+struct On;
+template <class... Args, ffi::Error (*kFunction)(const Place&, Args...)>
+struct On<kFunction> {
+  static ffi::Error cpu(Args... args) { return kFunction(Place(), args...); }
+  static ffi::Error cuda(void* stream, std::int32_t device, Args... args) { return kFunction(Place(device, stream), args...); }
+};
+
 // Optional operands have zero elements where they are not given: bias [0], padding_mask [0].
-wb_router_inputs router_inputs(const Any& logits, const Any& bias, const Any& mask) {
+wb_router_inputs router_inputs(const Place& at, const Any& logits, const Any& bias, const Any& mask) {
   wb_router_inputs inputs{};
   inputs.struct_size = sizeof(inputs);
-  inputs.logits = to_tensor(logits);
-  if (bias.element_count() > 0) inputs.expert_bias = to_tensor(bias);
-  if (mask.element_count() > 0) inputs.padding_mask = to_tensor(mask);
+  inputs.logits = to_tensor(logits, at);
+  if (bias.element_count() > 0) inputs.expert_bias = to_tensor(bias, at);
+  if (mask.element_count() > 0) inputs.padding_mask = to_tensor(mask, at);
   return inputs;
 }
 
-ffi::Error router_forward(Any logits, Any bias, Any mask, AnyResult ids, F32Result weights, I32Result counts, Bytes bytes) {
+ffi::Error router_forward(const Place& at, Any logits, Any bias, Any mask, AnyResult ids, F32Result weights, I32Result counts, Bytes bytes) {
   wb_router_config config{};
   if (!read_config(bytes, config)) return refuse("the router's config has another size");
-  const wb_router_inputs inputs = router_inputs(logits, bias, mask);
+  const wb_router_inputs inputs = router_inputs(at, logits, bias, mask);
   wb_router_outputs outputs{};
   outputs.struct_size = sizeof(outputs);
-  outputs.route = to_route(config.E, *ids, *weights, data_of<std::int32_t>(*counts));
-  return to_error(wb_router_forward(&config, &inputs, &outputs, nullptr));
+  outputs.route = to_route(config.E, *ids, *weights, data_of<std::int32_t>(*counts), at);
+  return to_error(wb_router_forward(&config, &inputs, &outputs, at.stream()));
 }
 
-// totals [2]: valid tokens the counts cover, valid tokens the losses are averaged over.
-void add_totals(wb_router_inputs& inputs, const Any& counts, const F32& totals) {
+// The losses count this call's rows; what the caller counts otherwise is in their weights.
+void add_counts(wb_router_inputs& inputs, const Any& counts) {
   inputs.aux_counts = data_of<std::int32_t>(counts);
-  inputs.aux_tokens = data_of<float>(totals)[0];
-  inputs.loss_tokens = data_of<float>(totals)[1];
+  inputs.aux_tokens = inputs.loss_tokens = static_cast<double>(inputs.logits.shape[0]);
 }
 
-ffi::Error router_losses(Any logits, Any bias, Any mask, Any ids, F32 weights, Any counts, F32 totals, F32Result losses, Bytes bytes) {
+// loss_weights [3] (auxiliary, sequence, z), or [0] for 1 each.
+const float* weights_of(const F32& loss_weights) { return loss_weights.element_count() == 0 ? nullptr : data_of<float>(loss_weights); }
+
+ffi::Error router_losses(const Place& at, Any logits, Any bias, Any mask, Any ids, F32 weights, Any counts, F32 loss_weights, F32Result losses, Bytes bytes) {
   wb_router_config config{};
   if (!read_config(bytes, config)) return refuse("the router's config has another size");
-  wb_router_inputs inputs = router_inputs(logits, bias, mask);
-  add_totals(inputs, counts, totals);
-  const wb_route route = to_route(config.E, ids, weights);
-  double values[3] = {};
-  WB_FFI_TRY(wb_router_losses(&config, &inputs, &route, values, nullptr));
-  for (int i = 0; i < 3; ++i) data_of<float>(*losses)[i] = static_cast<float>(values[i]);
-  return ffi::Error::Success();
+  wb_router_inputs inputs = router_inputs(at, logits, bias, mask);
+  add_counts(inputs, counts);
+  const wb_route route = to_route(config.E, ids, weights, nullptr, at);
+  return to_error(wb_router_losses_weighted(&config, &inputs, &route, weights_of(loss_weights), data_of<float>(*losses), at.stream()));
 }
 
-ffi::Error router_backward(Any logits, Any bias, Any mask, Any ids, F32 weights, Any counts, F32 totals, F32 d_weights, F32 d_losses, F32Result d_logits,
-                           Bytes bytes) {
+ffi::Error router_backward(const Place& at, Any logits, Any bias, Any mask, Any ids, F32 weights, Any counts, F32 d_weights, F32 loss_weights,
+                           F32Result d_logits, Bytes bytes) {
   wb_router_config config{};
   if (!read_config(bytes, config)) return refuse("the router's config has another size");
-  config.aux_coefficient *= data_of<float>(d_losses)[0];
-  config.sequence_coefficient *= data_of<float>(d_losses)[1];
-  config.z_coefficient *= data_of<float>(d_losses)[2];
-  wb_router_inputs inputs = router_inputs(logits, bias, mask);
-  add_totals(inputs, counts, totals);
-  const wb_route route = to_route(config.E, ids, weights);
-  const wb_tensor result = to_tensor(*d_logits);
-  return to_error(wb_router_backward(&config, &inputs, &route, data_of<float>(d_weights), 1.0f, &result, nullptr));
+  wb_router_inputs inputs = router_inputs(at, logits, bias, mask);
+  add_counts(inputs, counts);
+  const wb_route route = to_route(config.E, ids, weights, nullptr, at);
+  const wb_tensor result = to_tensor(*d_logits, at);
+  return to_error(wb_router_backward_weighted(&config, &inputs, &route, data_of<float>(d_weights), weights_of(loss_weights), &result, at.stream()));
 }
 
-// offsets of the groups from their sizes; sizes that are negative or pass the rows are refused.
-ffi::Error to_offsets(const Any& sizes, std::int64_t rows, std::vector<std::int32_t>& offsets) {
-  const std::int32_t* values = data_of<std::int32_t>(sizes);
-  std::int64_t sum = 0;
-  offsets.assign(1, 0);
-  for (std::size_t g = 0; g < sizes.element_count(); ++g) {
-    if (values[g] < 0 || (sum += values[g]) > rows) {
-      return refuse("group_sizes[" + std::to_string(g) + "] = " + std::to_string(values[g]) + " is negative or passes the " + std::to_string(rows) + " rows");
-    }
-    offsets.push_back(static_cast<std::int32_t>(sum));
-  }
-  return ffi::Error::Success();
-}
-
-void zero_tail(const wb_tensor& rows, std::int32_t from) {
-  const std::size_t row_bytes = static_cast<std::size_t>(rows.shape[1]) * (rows.dtype == WB_F32 ? 4 : 2);
-  const auto begin = static_cast<std::size_t>(from), end = static_cast<std::size_t>(rows.shape[0]);
-  if (end > begin && row_bytes > 0) std::memset(static_cast<char*>(rows.data) + begin * row_bytes, 0, (end - begin) * row_bytes);
-}
-
-// product: 0 forward (a, weights -> y), 1 dgrad (weights, dy -> da), 2 wgrad (a, dy -> d_weights).
-ffi::Error grouped_matmul(Any first, Any second, Any sizes, AnyResult result, std::int64_t product, bool lcn) {
+// product: 0 forward (a, weights -> y), 1 dgrad (weights, dy -> da), 2 wgrad (a, dy -> d_weights). offsets [L + 1] are room for those of the groups.
+ffi::Error grouped_matmul(const Place& at, Any first, Any second, Any sizes, AnyResult result, I32Result offsets, std::int64_t product, bool lcn) {
   wb_grouped_gemm_args args{};
   args.struct_size = sizeof(args);
   args.weights_are_lcn = lcn ? 1 : 0;
-  const wb_tensor x = to_tensor(first), y = to_tensor(second), out = to_tensor(*result);
+  const wb_tensor x = to_tensor(first, at), y = to_tensor(second, at), out = to_tensor(*result, at), group_sizes = to_tensor(sizes, at);
+  args.offsets = to_tensor(*offsets, at);
   const std::int64_t rows = product == 1 ? y.shape[0] : x.shape[0];
-  std::vector<std::int32_t> offsets;
-  if (ffi::Error error = to_offsets(sizes, rows, offsets); error.failure()) return error;
-  args.offsets.data = offsets.data();
-  args.offsets.dtype = WB_I32;
-  args.offsets.rank = 1;
-  args.offsets.shape[0] = static_cast<std::int64_t>(offsets.size());
+  WB_FFI_TRY(wb_group_rows(&group_sizes, &args.offsets, product == 2 ? nullptr : &out, rows, at.stream()));
   switch (product) {
     case 0:
-      args.a = x;
-      args.weights = y;
-      args.y = out;
-      WB_FFI_TRY(wb_grouped_gemm(&args, nullptr));
-      break;
+      args.a = x, args.weights = y, args.y = out;
+      return to_error(wb_grouped_gemm(&args, at.stream()));
     case 1:
-      args.weights = x;
-      args.y = y;
-      args.a = out;
-      WB_FFI_TRY(wb_grouped_gemm_dgrad(&args, nullptr));
-      break;
+      args.weights = x, args.y = y, args.a = out;
+      return to_error(wb_grouped_gemm_dgrad(&args, at.stream()));
     default:
-      args.a = x;
-      args.y = y;
-      args.weights = out;
-      return to_error(wb_grouped_gemm_wgrad(&args, nullptr));
+      args.a = x, args.y = y, args.weights = out;
+      return to_error(wb_grouped_gemm_wgrad(&args, at.stream()));
   }
-  zero_tail(out, offsets.back());
-  return ffi::Error::Success();
 }
 
 wb_quantized quantized(const wb_tensor& codes, const wb_tensor& scales) {
@@ -128,34 +99,37 @@ wb_quantized quantized(const wb_tensor& codes, const wb_tensor& scales) {
   return result;
 }
 
-ffi::Error quantize(Any x, AnyResult codes, AnyResult scales, Bytes bytes) {
+ffi::Error quantize(const Place& at, Any x, AnyResult codes, AnyResult scales, Bytes bytes) {
   wb_quant_config config{};
   if (!read_config(bytes, config)) return refuse("the format's config has another size");
-  const wb_tensor from = to_tensor(x);
-  const wb_quantized out = quantized(to_tensor(*codes), to_tensor(*scales));
-  return to_error(wb_quantize(&config, &from, nullptr, &out, nullptr));
+  const wb_tensor from = to_tensor(x, at);
+  const wb_quantized out = quantized(to_tensor(*codes, at), to_tensor(*scales, at));
+  return to_error(wb_quantize(&config, &from, nullptr, &out, at.stream()));
 }
 
-ffi::Error dequantize(Any codes, Any scales, AnyResult y, Bytes bytes) {
+ffi::Error dequantize(const Place& at, Any codes, Any scales, AnyResult y, Bytes bytes) {
   wb_quant_config config{};
   if (!read_config(bytes, config)) return refuse("the format's config has another size");
-  const wb_quantized from = quantized(to_tensor(codes), to_tensor(scales));
-  const wb_tensor to = to_tensor(*y);
-  return to_error(wb_dequantize(&config, &from, nullptr, &to, nullptr));
+  const wb_quantized from = quantized(to_tensor(codes, at), to_tensor(scales, at));
+  const wb_tensor to = to_tensor(*y, at);
+  return to_error(wb_dequantize(&config, &from, nullptr, &to, at.stream()));
 }
+
+auto on_cuda() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::DeviceOrdinal>(); }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_router_forward, router_forward,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<F32>().Ret<ffi::Buffer<ffi::S32>>().Attr<Bytes>("config"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_router_losses, router_losses,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Ret<F32>().Attr<Bytes>("config"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    wbx_router_backward, router_backward,
-    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Arg<F32>().Arg<F32>().Ret<F32>().Attr<Bytes>("config"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_grouped_matmul, grouped_matmul,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<std::int64_t>("product").Attr<bool>("lcn"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_quantize, quantize, ffi::Ffi::Bind().Arg<Any>().Ret<Any>().Ret<Any>().Attr<Bytes>("config"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_dequantize, dequantize, ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>().Attr<Bytes>("config"));
+#define WB_FFI_OP(name, arguments)                                                      \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_##name, On<name>::cpu, ffi::Ffi::Bind() arguments); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_##name##_cuda, On<name>::cuda, on_cuda() arguments, {ffi::Traits::kCmdBufferCompatible})
+
+WB_FFI_OP(router_forward, .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<F32>().Ret<ffi::Buffer<ffi::S32>>().Attr<Bytes>("config"));
+WB_FFI_OP(router_losses, .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Ret<F32>().Attr<Bytes>("config"));
+WB_FFI_OP(router_backward, .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Arg<F32>().Ret<F32>().Attr<Bytes>("config"));
+WB_FFI_OP(grouped_matmul, .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<ffi::Buffer<ffi::S32>>().Attr<std::int64_t>("product").Attr<bool>("lcn"));
+WB_FFI_OP(quantize, .Arg<Any>().Ret<Any>().Ret<Any>().Attr<Bytes>("config"));
+WB_FFI_OP(dequantize, .Arg<Any>().Arg<Any>().Ret<Any>().Attr<Bytes>("config"));
+
+#undef WB_FFI_OP
 
 }  // namespace waybill::jax

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GPU programs get from a library without its GPU layer: one clear error instead of a missing target.
+// What GPU programs get from a library without CUDA, and from the ops that have no CUDA form: one clear error instead of a missing target.
 #include "ffi_support.h"
 
 namespace waybill::jax {
 namespace {
 
 ffi::Error refuse_device(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented, "waybill: this build computes on the CPU only, but the arrays are on a GPU");
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "waybill: this op computes on the CPU only in this build, but the arrays are on a GPU");
 }
 
 }  // namespace

@@ -167,6 +167,40 @@ class Ops(unittest.TestCase):
             logits[t, e] = kept
             self.assertAlmostEqual(d_logits[t, e], (above - below) / (2 * step), places=3)
 
+    def test_weights_of_losses_scale_values_and_gradients(self):
+        draw = random.Random(8)
+        T, E, K = 6, 5, 2
+        logits = floats(T, E, values=[draw.gauss(0, 1) for _ in range(T * E)])
+        ids, weights, counts, zeros = floats(T, K, dtype="h"), floats(T, K), floats(E, dtype="i"), floats(T, K)
+        _core.RouterCall(waybill.RouterConfig(E=E, K=K), view(logits)).forward(view(ids), view(weights), view(counts))
+
+        def results(aux, z, loss_weights):
+            call = _core.RouterCall(waybill.RouterConfig(E=E, K=K, aux_coefficient=aux, z_coefficient=z), view(logits), aux_counts=view(counts), aux_tokens=T,
+                                    loss_tokens=T)  # fmt: skip
+            losses, d_logits = floats(3), floats(T, E)
+            factors = None if loss_weights is None else view(floats(3, values=loss_weights))
+            call.losses_weighted(view(ids), view(weights), factors, view(losses))
+            call.backward(view(ids), view(weights), view(zeros), view(d_logits), factors)
+            return losses.tolist() + sum(d_logits.tolist(), [])
+
+        want, got = results(0.1, 0.03, None), results(0.2, 0.01, [0.5, 7.0, 3.0])
+        for a, b in zip(want, got):
+            self.assertAlmostEqual(a, b, places=7)
+        self.assertGreater(max(map(abs, want[3:])), 1e-3)
+
+    def test_group_rows_writes_offsets_and_clears_what_no_group_has(self):
+        sizes, offsets, rows = floats(3, dtype="i", values=[2, 0, 3]), floats(4, dtype="i"), floats(6, 2, values=[1] * 12)
+        _core.group_rows(view(offsets), view(rows), 6, view(sizes))
+        self.assertEqual(offsets.tolist(), [0, 2, 2, 5])
+        self.assertEqual(rows.tolist(), [[1, 1]] * 5 + [[0, 0]])
+        for bad in ([2, -1, 3], [4, 0, 3]):
+            kept = offsets.tolist()
+            with self.assertRaisesRegex(ValueError, r"group_sizes\[[12]\] = (-1|3) is negative or passes the 6 rows"):
+                _core.group_rows(view(offsets), view(rows), 6, view(floats(3, dtype="i", values=bad)))
+            self.assertEqual(offsets.tolist(), kept)
+        with self.assertRaisesRegex(ValueError, "group_sizes must be i32 \\[3\\]"):
+            _core.group_rows(view(offsets), None, 6, view(floats(2, dtype="i")))
+
     def test_grouped_gemm_with_an_empty_group_and_rows_of_no_group(self):
         a, w = floats(4, 2, values=[1, 2, 3, 4, 5, 6, 7, 8]), floats(3, 1, 2, values=[1, 1, 9, 9, 1, -1])
         offsets, y = floats(4, dtype="i", values=[0, 2, 2, 3]), floats(4, 1, values=[-1, -1, -1, -1])

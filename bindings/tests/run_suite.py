@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run_suite.py torch|jax|docs: the pytest files of one framework. Exit code 77 (a skip in ctest) with the reason where it is not installed."""
+"""run_suite.py torch|jax|docs|cuda: the pytest files of one framework, or those for GPUs. Exit code 77 (a skip in ctest) with the reason where it is not installed."""
 
 import importlib.util
 import pathlib
 import sys
 
-NEEDS = {"torch": ["pytest", "torch"], "jax": ["pytest", "jax"], "docs": ["pytest", "torch", "jax"]}
+NEEDS = {"torch": ["pytest", "torch"], "jax": ["pytest", "jax"], "docs": ["pytest", "torch", "jax"], "cuda": ["pytest"]}
 
 
 def main():

@@ -179,6 +179,12 @@ WB_API wb_status wb_router_losses_into(const wb_router_config* config, const wb_
 /* d_logits [T, E] fp32 is written. d_weights [T, K] fp32. loss_scale multiplies the losses' part only. */
 WB_API wb_status wb_router_backward(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, const float* d_weights,
                                     float loss_scale, const wb_tensor* d_logits, const wb_stream* stream) WB_NOEXCEPT;
+/* For automatic differentiation: loss_weights[3] (auxiliary, sequence, z; null = 1) multiply the coefficients and, as losses[3], are in the logits'
+ * memory. Neither call waits. */
+WB_API wb_status wb_router_losses_weighted(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, const float* loss_weights,
+                                           float* losses, const wb_stream* stream) WB_NOEXCEPT;
+WB_API wb_status wb_router_backward_weighted(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, const float* d_weights,
+                                             const float* loss_weights, const wb_tensor* d_logits, const wb_stream* stream) WB_NOEXCEPT;
 
 /* ---- grouped GEMM ---------------------------------------------------------------------------------------------------- */
 
@@ -193,9 +199,14 @@ typedef struct wb_grouped_gemm_args {
   int32_t weights_are_lcn;
   int32_t accumulate;
 } wb_grouped_gemm_args;
+/* These, wb_group_rows, wb_quantize and wb_dequantize take memory of one CUDA device throughout too, where the library has CUDA kernels. They then queue on
+ * stream->native (null stream: the device's default stream) and return; offsets are not checked, but nothing outside the tensors is touched. */
 WB_API wb_status wb_grouped_gemm(const wb_grouped_gemm_args* args, const wb_stream* stream) WB_NOEXCEPT;
 WB_API wb_status wb_grouped_gemm_dgrad(const wb_grouped_gemm_args* args, const wb_stream* stream) WB_NOEXCEPT;
 WB_API wb_status wb_grouped_gemm_wgrad(const wb_grouped_gemm_args* args, const wb_stream* stream) WB_NOEXCEPT;
+/* Writes offsets [L+1] from sizes [L] (null: offsets are given) and sets the rows [S, *] from offsets[L] on to zero (null: none). Sizes that are negative or
+ * pass S: refused on the CPU, cut off on a GPU. */
+WB_API wb_status wb_group_rows(const wb_tensor* sizes, const wb_tensor* offsets, const wb_tensor* rows, int64_t S, const wb_stream* stream) WB_NOEXCEPT;
 
 /* ---- low-precision formats ------------------------------------------------------------------------------------------- */
 

@@ -71,6 +71,13 @@ Stream to_stream(const wb_stream* stream, Memory memory) {
   return Stream{to_device(given.device_type, given.device_index, "stream", memory), given.native, given.pool == nullptr ? nullptr : &given.pool->pool};
 }
 
+Stream stream_on(const wb_stream* stream, Device device, const char* name) {
+  Stream given = to_stream(stream, Memory::kAny);
+  if (stream == nullptr) given.device = device;
+  WB_CHECK(given.device == device, "stream is on {}, {} on {}", to_string(given.device), name, to_string(device));
+  return given;
+}
+
 RouteView to_route(const wb_route* route, const char* name, Memory memory) {
   const wb_route given = read_struct(route, name);
   WB_CHECK(given.T >= 0 && given.K >= 1 && given.E >= 1, "{}: T = {}, K = {}, E = {}; T >= 0, K >= 1 and E >= 1 are needed", name, given.T, given.K, given.E);

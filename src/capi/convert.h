@@ -23,6 +23,8 @@ TensorView to_view(const wb_tensor& tensor, const char* name, Memory memory = Me
 TensorView to_view(const wb_tensor* tensor, const char* name, Memory memory = Memory::kHost);  // the pointer must be given
 wb_tensor from_view(const TensorView& view);
 Device to_device(std::int32_t type, std::int32_t index, const char* name, Memory memory = Memory::kHost);
+// The stream of a call on `device`. A null stream is the device's default one, or the calling thread.
+Stream stream_on(const wb_stream* stream, Device device, const char* name);
 Stream to_stream(const wb_stream* stream, Memory memory = Memory::kHost);  // null = the calling thread on the CPU
 
 RouteView to_route(const wb_route* route, const char* name, Memory memory = Memory::kHost);

@@ -35,10 +35,11 @@ QuantConfig to_quant_config(const wb_quant_config* config) {
 
 QuantizedView to_quantized(const wb_quantized* quantized, const char* name) {
   const wb_quantized given = read_struct(quantized, name);
-  return {to_view(&given.codes, "codes"), to_view(&given.scales, "scales"), to_view(given.group_scales, "group_scales")};
+  return {to_view(&given.codes, "codes", Memory::kAny), to_view(&given.scales, "scales", Memory::kAny),
+          to_view(given.group_scales, "group_scales", Memory::kAny)};
 }
 
-TensorView optional_view(const wb_tensor* tensor, const char* name) { return tensor == nullptr ? TensorView{} : to_view(*tensor, name); }
+TensorView optional_view(const wb_tensor* tensor, const char* name) { return tensor == nullptr ? TensorView{} : to_view(*tensor, name, Memory::kAny); }
 
 }  // namespace
 
@@ -47,12 +48,16 @@ wb_status wb_quant_config_init(wb_quant_config* config, uint64_t struct_size) no
 }
 
 wb_status wb_quantize(const wb_quant_config* config, const wb_tensor* x, const wb_tensor* offsets, const wb_quantized* out, const wb_stream* stream) noexcept {
-  return guarded([&] { quantize(to_quant_config(config), to_view(x, "x"), optional_view(offsets, "offsets"), to_quantized(out, "out"), to_stream(stream)); });
+  return guarded([&] {
+    const TensorView view = to_view(x, "x", Memory::kAny);
+    quantize(to_quant_config(config), view, optional_view(offsets, "offsets"), to_quantized(out, "out"), stream_on(stream, view.device, "x"));
+  });
 }
 
 wb_status wb_dequantize(const wb_quant_config* config, const wb_quantized* quantized, const wb_tensor* offsets, const wb_tensor* y,
                         const wb_stream* stream) noexcept {
   return guarded([&] {
-    dequantize(to_quant_config(config), to_quantized(quantized, "quantized"), optional_view(offsets, "offsets"), to_view(y, "y"), to_stream(stream));
+    const TensorView view = to_view(y, "y", Memory::kAny);
+    dequantize(to_quant_config(config), to_quantized(quantized, "quantized"), optional_view(offsets, "offsets"), view, stream_on(stream, view.device, "y"));
   });
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "convert.h"
+#include "waybill/router_weighted.h"
 
 using namespace waybill;
 using namespace waybill::capi;
@@ -40,14 +41,6 @@ LossSetup to_inputs(const wb_router_inputs* inputs) {
   return setup;
 }
 
-// The stream of a call on `device`. A null stream is the device's default one.
-Stream stream_on(const wb_stream* stream, Device device) {
-  Stream given = to_stream(stream, Memory::kAny);
-  if (stream == nullptr) given.device = device;
-  WB_CHECK(given.device == device, "stream is on {}, inputs.logits on {}", to_string(given.device), to_string(device));
-  return given;
-}
-
 }  // namespace
 
 wb_status wb_router_config_init(wb_router_config* config, uint64_t struct_size) noexcept {
@@ -76,7 +69,7 @@ wb_status wb_router_forward(const wb_router_config* config, const wb_router_inpu
       result.status = &status;
       if (given.status != nullptr) (void)read_struct(given.status, "outputs.status");  // refuse before anything is written
     }
-    router_forward(setup.config, setup_inputs.inputs, result, stream_on(stream, device));
+    router_forward(setup.config, setup_inputs.inputs, result, stream_on(stream, device, "inputs.logits"));
     if (device.type == DeviceType::kCuda) return;
     if (given.status != nullptr) add_status(status, given.status);
     if (given.status_word != nullptr) {
@@ -95,7 +88,7 @@ wb_status wb_router_losses(const wb_router_config* config, const wb_router_input
     const RouterSetup setup = to_router_setup(config, "config");
     const LossSetup given = to_inputs(inputs);
     const RouterLosses values = router_losses(setup.config, setup.losses, given.inputs, to_route(route, "route", Memory::kAny), given.loss_inputs,
-                                              stream_on(stream, given.inputs.logits.device));
+                                              stream_on(stream, given.inputs.logits.device, "inputs.logits"));
     losses[0] = values.aux;
     losses[1] = values.sequence;
     losses[2] = values.z;
@@ -109,7 +102,7 @@ wb_status wb_router_losses_into(const wb_router_config* config, const wb_router_
     const RouterSetup setup = to_router_setup(config, "config");
     const LossSetup given = to_inputs(inputs);
     router_losses_into(setup.config, setup.losses, given.inputs, to_route(route, "route", Memory::kAny), given.loss_inputs, losses,
-                       stream_on(stream, given.inputs.logits.device));
+                       stream_on(stream, given.inputs.logits.device, "inputs.logits"));
   });
 }
 
@@ -121,6 +114,29 @@ wb_status wb_router_backward(const wb_router_config* config, const wb_router_inp
     const RouteView view = to_route(route, "route", Memory::kAny);
     WB_CHECK(d_weights != nullptr || view.T == 0, "d_weights is null with T = {}", view.T);
     router_backward(setup.config, setup.losses, given.inputs, view, d_weights, given.loss_inputs, loss_scale, to_view(d_logits, "d_logits", Memory::kAny),
-                    stream_on(stream, given.inputs.logits.device));
+                    stream_on(stream, given.inputs.logits.device, "inputs.logits"));
+  });
+}
+
+wb_status wb_router_losses_weighted(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, const float* loss_weights,
+                                    float* losses, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    required(losses, "losses");
+    const RouterSetup setup = to_router_setup(config, "config");
+    const LossSetup given = to_inputs(inputs);
+    router_losses_weighted(setup.config, setup.losses, given.inputs, to_route(route, "route", Memory::kAny), given.loss_inputs, loss_weights, losses,
+                           stream_on(stream, given.inputs.logits.device, "inputs.logits"));
+  });
+}
+
+wb_status wb_router_backward_weighted(const wb_router_config* config, const wb_router_inputs* inputs, const wb_route* route, const float* d_weights,
+                                      const float* loss_weights, const wb_tensor* d_logits, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    const RouterSetup setup = to_router_setup(config, "config");
+    const LossSetup given = to_inputs(inputs);
+    const RouteView view = to_route(route, "route", Memory::kAny);
+    WB_CHECK(d_weights != nullptr || view.T == 0, "d_weights is null with T = {}", view.T);
+    router_backward_weighted(setup.config, setup.losses, given.inputs, view, d_weights, given.loss_inputs, loss_weights,
+                             to_view(d_logits, "d_logits", Memory::kAny), stream_on(stream, given.inputs.logits.device, "inputs.logits"));
   });
 }

@@ -145,6 +145,39 @@ TEST(CApiCuda, ForwardLossesAndBackwardOnAStreamGiveWhatTheReferenceGives) {
   EXPECT_EQ(word.num_nonfinite_rows, 2 * want.status.num_nonfinite_rows);
 }
 
+TEST(CApiCuda, WeightsOfLossesInDeviceMemoryScaleValuesAndGradients) {
+  WB_NEEDS_GPU();
+  DeviceCall call;
+  for (const bool from_sums : {true, false}) {
+    ASSERT_EQ(call.queue(), WB_OK) << wb_last_error();
+    if (!from_sums) call.inputs.score_sums = nullptr;
+    const float host_weights[3] = {0.5f, 7.0f, 3.0f};
+    const DeviceBuffer loss_weights(sizeof host_weights), values(12), d_weighted(call.d_logits.bytes());
+    loss_weights.upload(host_weights, sizeof host_weights), values.fill(0xcd), d_weighted.fill(0xcd);
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    const wb_tensor d = tensor(d_weighted.data(), WB_F32, {DeviceCall::kT, DeviceCall::kE}),
+                    plain = tensor(call.d_logits.data(), WB_F32, {DeviceCall::kT, DeviceCall::kE});
+    ASSERT_EQ(wb_router_losses_weighted(&call.config, &call.inputs, &call.outputs.route, loss_weights.as<float>(), values.as<float>(), &call.stream), WB_OK);
+    ASSERT_EQ(wb_router_backward_weighted(&call.config, &call.inputs, &call.outputs.route, call.g.as<float>(), loss_weights.as<float>(), &d, &call.stream),
+              WB_OK);
+    wb_router_config scaled = call.config;
+    scaled.aux_coefficient *= host_weights[0], scaled.z_coefficient *= host_weights[2];
+    ASSERT_EQ(wb_router_backward(&scaled, &call.inputs, &call.outputs.route, call.g.as<float>(), 1.0f, &plain, &call.stream), WB_OK);
+    double losses[3];
+    float got[3];
+    std::vector<float> d_got(DeviceCall::kElements), d_want(DeviceCall::kElements);
+    call.cuda_stream.synchronize();
+    call.losses.download(losses, 24), values.download(got, 12), d_weighted.download(d_got.data(), d_weighted.bytes());
+    call.d_logits.download(d_want.data(), d_weighted.bytes());
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    EXPECT_NEAR(got[0], 0.5 * losses[0], 1e-5 * losses[0]);
+    EXPECT_EQ(got[1], 0.0f);
+    EXPECT_NEAR(got[2], 3.0 * losses[2], 1e-5 * losses[2]);
+    EXPECT_GT(losses[0], 0);
+    for (std::size_t i = 0; i < d_got.size(); ++i) ASSERT_NEAR(d_got[i], d_want[i], 1e-6) << i;
+  }
+}
+
 TEST(CApiCuda, WhatCannotWorkIsRefusedBeforeALaunch) {
   WB_NEEDS_GPU();
   DeviceCall call;

@@ -23,31 +23,51 @@ def _ref(view: View | None) -> Any:
     return None if view is None else c.byref(view.struct)
 
 
+def _data(view: View | None) -> Any:
+    return None if view is None else view.struct.data
+
+
 def _i32_pointer(view: View | None) -> Any:
     return c.cast(view.struct.data, _abi.p_i32) if view is not None else None
+
+
+def cuda_stream(device: int, native: int) -> _abi.Stream:
+    """A stream of a CUDA device; native: its cudaStream_t as a number, 0 = the default stream."""
+    return _abi.Stream(struct_size=c.sizeof(_abi.Stream), device_type=1, device_index=device, native=native or None)
+
+
+def _stream_ref(stream: _abi.Stream | None) -> Any:
+    return None if stream is None else c.byref(stream)
 
 
 def route_struct(E: int, ids: View, weights: View, counts: View | None = None) -> _abi.Route:
     """ids [T, K] int16 or int32, weights [T, K] float32, counts [E] int32."""
     T, K = ids.shape
     return _abi.Route(struct_size=c.sizeof(_abi.Route), T=T, K=K, E=E, id_dtype=ids.struct.dtype, ids=ids.struct.data,
+                      device_type=ids.struct.device_type, device_index=ids.struct.device_index,
                       weights=c.cast(weights.struct.data, _abi.p_f32), counts=_i32_pointer(counts))  # fmt: skip
 
 
 class RouterCall:
-    """The inputs of one batch; forward, losses and backward read the same ones."""
+    """The inputs of one batch; forward, losses and backward read the same ones. stream: of a call with memory of a CUDA device."""
 
     def __init__(self, config: RouterConfig | _abi.RouterConfig, logits: View, *, bias: View | None = None, padding_mask: View | None = None,
                  expert_mask: View | None = None, replay_ids: View | None = None, token_offset: int = 0, aux_counts: View | None = None,
-                 aux_tokens: float = 0, loss_tokens: float = 0, num_sequences: float = 0) -> None:  # fmt: skip
+                 aux_tokens: float = 0, loss_tokens: float = 0, num_sequences: float = 0, stream: _abi.Stream | None = None) -> None:  # fmt: skip
         self.config = config.struct() if isinstance(config, RouterConfig) else config
+        self._stream = stream
         self._keep = (logits, bias, padding_mask, expert_mask, replay_ids, aux_counts)  # the structs hold addresses only
         self.inputs = _abi.RouterInputs(
             struct_size=c.sizeof(_abi.RouterInputs), logits=logits.struct, expert_bias=_struct(bias), expert_mask=_struct(expert_mask),
             padding_mask=_struct(padding_mask), replay_ids=_struct(replay_ids), token_offset=token_offset, aux_counts=_i32_pointer(aux_counts),
             aux_tokens=aux_tokens, loss_tokens=loss_tokens, num_sequences=num_sequences)  # fmt: skip
 
-    def forward(self, ids: View, weights: View, counts: View | None = None) -> _abi.StepStatus:
+    def forward(self, ids: View, weights: View, counts: View | None = None) -> _abi.StepStatus | None:
+        """None on a device, where the status is not waited for."""
+        if self._stream is not None:
+            outputs = _abi.RouterOutputs(struct_size=c.sizeof(_abi.RouterOutputs), route=route_struct(self.config.E, ids, weights, counts))
+            check(library().wb_router_forward(c.byref(self.config), c.byref(self.inputs), c.byref(outputs), c.byref(self._stream)))
+            return None
         status = _abi.StepStatus()
         check(library().wb_step_status_init(c.byref(status), c.sizeof(status)))
         outputs = _abi.RouterOutputs(
@@ -62,20 +82,33 @@ class RouterCall:
         check(library().wb_router_losses(c.byref(self.config), c.byref(self.inputs), c.byref(route), values, None))
         return tuple(values)  # type: ignore[return-value]
 
-    def backward(self, ids: View, weights: View, d_weights: View, d_logits: View, loss_scale: float = 1.0) -> None:
+    def losses_weighted(self, ids: View, weights: View, loss_weights: View | None, losses: View) -> None:
+        """losses [3] float32 = loss_weights [3] float32 (None: 1) times the losses; all in the memory of the logits. Does not wait."""
         route = route_struct(self.config.E, ids, weights)
-        check(library().wb_router_backward(c.byref(self.config), c.byref(self.inputs), c.byref(route), d_weights.struct.data, loss_scale, _ref(d_logits), None))
+        check(library().wb_router_losses_weighted(c.byref(self.config), c.byref(self.inputs), c.byref(route), _data(loss_weights), losses.struct.data,
+                                                  _stream_ref(self._stream)))  # fmt: skip
+
+    def backward(self, ids: View, weights: View, d_weights: View, d_logits: View, loss_weights: View | None = None) -> None:
+        """loss_weights [3] float32 in the memory of the logits multiply the coefficients."""
+        route = route_struct(self.config.E, ids, weights)
+        check(library().wb_router_backward_weighted(c.byref(self.config), c.byref(self.inputs), c.byref(route), d_weights.struct.data, _data(loss_weights),
+                                                    _ref(d_logits), _stream_ref(self._stream)))  # fmt: skip
 
 
 _GEMMS = {"forward": "wb_grouped_gemm", "dgrad": "wb_grouped_gemm_dgrad", "wgrad": "wb_grouped_gemm_wgrad"}
 
 
 def grouped_gemm(product: str, a: View, weights: View, offsets: View, y: View, *, lcn: bool = False, bias: View | None = None,
-                 a_rows: View | None = None, accumulate: bool = False) -> None:  # fmt: skip
+                 a_rows: View | None = None, accumulate: bool = False, stream: _abi.Stream | None = None) -> None:  # fmt: skip
     """product: "forward" writes y, "dgrad" writes a, "wgrad" writes weights (and bias)."""
     args = _abi.GroupedGemmArgs(struct_size=c.sizeof(_abi.GroupedGemmArgs), a=a.struct, weights=weights.struct, offsets=offsets.struct, y=y.struct,
                                 a_rows=_struct(a_rows), bias=_struct(bias), weights_are_lcn=lcn, accumulate=accumulate)  # fmt: skip
-    check(getattr(library(), _GEMMS[product])(c.byref(args), None))
+    check(getattr(library(), _GEMMS[product])(c.byref(args), _stream_ref(stream)))
+
+
+def group_rows(offsets: View, rows: View | None, S: int, sizes: View | None = None, stream: _abi.Stream | None = None) -> None:
+    """offsets [L + 1] from sizes [L] where these are given; rows [S, *] past the last group become zero."""
+    check(library().wb_group_rows(_ref(sizes), _ref(offsets), _ref(rows), S, _stream_ref(stream)))
 
 
 def quant_config(**settings: Any) -> _abi.QuantConfig:
@@ -86,14 +119,16 @@ def quant_config(**settings: Any) -> _abi.QuantConfig:
     return config
 
 
-def quantize(config: _abi.QuantConfig, x: View, codes: View, scales: View, offsets: View | None = None, group_scales: View | None = None) -> None:
+def quantize(config: _abi.QuantConfig, x: View, codes: View, scales: View, offsets: View | None = None, group_scales: View | None = None,
+             stream: _abi.Stream | None = None) -> None:  # fmt: skip
     out = _abi.Quantized(struct_size=c.sizeof(_abi.Quantized), codes=codes.struct, scales=scales.struct, group_scales=_struct(group_scales))
-    check(library().wb_quantize(c.byref(config), _ref(x), _ref(offsets), c.byref(out), None))
+    check(library().wb_quantize(c.byref(config), _ref(x), _ref(offsets), c.byref(out), _stream_ref(stream)))
 
 
-def dequantize(config: _abi.QuantConfig, codes: View, scales: View, y: View, offsets: View | None = None, group_scales: View | None = None) -> None:
+def dequantize(config: _abi.QuantConfig, codes: View, scales: View, y: View, offsets: View | None = None, group_scales: View | None = None,
+               stream: _abi.Stream | None = None) -> None:  # fmt: skip
     given = _abi.Quantized(struct_size=c.sizeof(_abi.Quantized), codes=codes.struct, scales=scales.struct, group_scales=_struct(group_scales))
-    check(library().wb_dequantize(c.byref(config), c.byref(given), _ref(offsets), _ref(y), None))
+    check(library().wb_dequantize(c.byref(config), c.byref(given), _ref(offsets), _ref(y), _stream_ref(stream)))
 
 
 class Handle:

@@ -66,6 +66,13 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+@functools.cache
+def has_cuda() -> bool:
+    """Whether the library has CUDA kernels. Says nothing about this machine."""
+    features = library().wb_build_info().decode().rpartition("features: ")[2].rstrip(")").split()
+    return "cuda" in features
+
+
 def check(status: int) -> None:
     """Raises the exception of a failed call with the library's text.
 

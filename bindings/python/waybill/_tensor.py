@@ -43,9 +43,11 @@ class View:
         return _abi.DTYPE_NAMES[self.struct.dtype]
 
 
-def make(data: int, dtype: int, shape: Sequence[int], owner: object = None) -> View:
-    """A contiguous CPU view of memory that the caller vouches for."""
+def make(data: int, dtype: int, shape: Sequence[int], owner: object = None, cuda: int | None = None) -> View:
+    """A contiguous view of memory that the caller vouches for: the CPU's, or that of CUDA device `cuda`."""
     struct = _abi.Tensor(data=data, dtype=dtype, rank=len(shape))
+    if cuda is not None:
+        struct.device_type, struct.device_index = 1, cuda
     for axis, size in enumerate(shape):
         struct.shape[axis] = size
     return View(struct, owner)

@@ -103,7 +103,7 @@ def test_a_block_of_ops_compiles_and_trains_the_same():
             assert relative(mine, theirs) < 1e-5
 
 
-def test_refusals_name_what_is_wrong():
+def test_refusals_name_what_is_wrong(monkeypatch):
     config = wbt.RouterConfig(E=4, K=2)
     with pytest.raises(ValueError, match="logits is float64, allowed are float32, bfloat16, float16"):
         wbt.router(torch.zeros(2, 4, dtype=torch.float64), config)
@@ -125,5 +125,6 @@ def test_refusals_name_what_is_wrong():
         def device(self):
             return torch.device("cuda", 1)
 
+    monkeypatch.setattr(wbt._views, "has_cuda", lambda: False)
     with pytest.raises(NotImplementedError, match="logits is on cuda:1; this build of Waybill computes on the CPU only"):
         wbt.router(torch.zeros(2, 4).as_subclass(OnGpu), config)

@@ -8,6 +8,7 @@
 #include "ops/router/device_backend.h"
 #include "ops/router/router_impl.h"
 #include "waybill/log.h"
+#include "waybill/router_weighted.h"
 
 namespace waybill {
 
@@ -110,6 +111,13 @@ void backward_device(const BackwardCall& call) {
   g_device_backend->backward(call, kPortable);
 }
 
+void check_gradient(const RouterConfig& config, const RouterInputs& inputs, const RouteView& route, const TensorView& d_logits) {
+  WB_CHECK(d_logits.rank == 2 && d_logits.shape[0] == route.T && d_logits.shape[1] == config.E && d_logits.dtype == DType::kF32 &&
+               d_logits.device == inputs.logits.device && (config.E == 1 || d_logits.stride[1] == 1) && (route.T <= 1 || d_logits.stride[0] >= config.E),
+           "d_logits must be f32 [T = {}, E = {}] with dense columns on {}, got {}", route.T, config.E, to_string(inputs.logits.device), d_logits.describe());
+  WB_CHECK(route.T == 0 || d_logits.data != nullptr, "d_logits of {} rows have no memory", route.T);
+}
+
 constexpr Implementation<ForwardCall> kForward[] = {
     {"cuda", refuse_device_forward<false>, forward_device<false>},
     {"cuda_portable", refuse_device_forward<true>, forward_device<true>},
@@ -170,12 +178,46 @@ void router_backward(const RouterConfig& config, const RouterLossConfig& losses,
                      const RouterLossInputs& loss_inputs, float loss_scale, const TensorView& d_logits, Stream stream) {
   check_common(config, inputs, route);
   check_losses(losses, loss_inputs, route.T);
-  WB_CHECK(d_logits.rank == 2 && d_logits.shape[0] == route.T && d_logits.shape[1] == config.E && d_logits.dtype == DType::kF32 &&
-               d_logits.device == inputs.logits.device && (config.E == 1 || d_logits.stride[1] == 1) && (route.T <= 1 || d_logits.stride[0] >= config.E),
-           "d_logits must be f32 [T = {}, E = {}] with dense columns on {}, got {}", route.T, config.E, to_string(inputs.logits.device), d_logits.describe());
-  WB_CHECK(route.T == 0 || d_logits.data != nullptr, "d_logits of {} rows have no memory", route.T);
+  check_gradient(config, inputs, route, d_logits);
   WB_CHECK(std::isfinite(loss_scale), "loss_scale must be finite, got {}", loss_scale);
   const BackwardCall call{config, losses, inputs, route, d_weights, loss_inputs, loss_scale, d_logits, stream};
+  select_implementation("router", kBackward, call).run(call);
+}
+
+namespace {
+
+bool is_on_host(const RouterInputs& inputs) { return inputs.logits.device.type == DeviceType::kCpu; }
+
+// Of a call on the CPU: the coefficients times the weights.
+RouterLossConfig weighted(RouterLossConfig losses, const float* weights) {
+  if (weights != nullptr) losses.aux_coefficient *= weights[0], losses.sequence_coefficient *= weights[1], losses.z_coefficient *= weights[2];
+  return losses;
+}
+
+}  // namespace
+
+void router_losses_weighted(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
+                            const RouterLossInputs& loss_inputs, const float* loss_weights, float* values, Stream stream) {
+  WB_CHECK(values != nullptr, "the losses need memory for 3 values");
+  if (is_on_host(inputs)) {
+    const RouterLosses result = router_losses(config, weighted(losses, loss_weights), inputs, route, loss_inputs, stream);
+    values[0] = static_cast<float>(result.aux), values[1] = static_cast<float>(result.sequence), values[2] = static_cast<float>(result.z);
+    return;
+  }
+  check_common(config, inputs, route);
+  check_losses(losses, loss_inputs, route.T);
+  const LossesCall call{config, losses, inputs, route, loss_inputs, stream, nullptr, loss_weights, values};
+  (void)select_implementation("router", kLosses, call).run(call);
+}
+
+void router_backward_weighted(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
+                              const float* d_weights, const RouterLossInputs& loss_inputs, const float* loss_weights, const TensorView& d_logits,
+                              Stream stream) {
+  if (is_on_host(inputs)) return router_backward(config, weighted(losses, loss_weights), inputs, route, d_weights, loss_inputs, 1.0f, d_logits, stream);
+  check_common(config, inputs, route);
+  check_losses(losses, loss_inputs, route.T);
+  check_gradient(config, inputs, route, d_logits);
+  const BackwardCall call{config, losses, inputs, route, d_weights, loss_inputs, 1.0f, d_logits, stream, loss_weights};
   select_implementation("router", kBackward, call).run(call);
 }
 

@@ -23,7 +23,9 @@ struct LossesCall {
   const RouteView& route;
   const RouterLossInputs& loss_inputs;
   Stream stream;
-  double* values = nullptr;  // [3] in device memory to write to instead of waiting for the result; CUDA only
+  double* values = nullptr;             // [3] in device memory to write to instead of waiting for the result; CUDA only
+  const float* loss_weights = nullptr;  // as router_weighted.h; CUDA only, as the next
+  float* values_f32 = nullptr;          // [3] in place of `values`
 };
 
 struct BackwardCall {
@@ -36,6 +38,7 @@ struct BackwardCall {
   float loss_scale;
   const TensorView& d_logits;
   Stream stream;
+  const float* loss_weights = nullptr;  // as router_weighted.h; CUDA only
 };
 
 void forward_ref(const ForwardCall& call);

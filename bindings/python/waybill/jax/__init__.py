@@ -2,7 +2,8 @@
 """Waybill for JAX: XLA FFI ops with custom VJPs, and the MoE block.
 
 All ops work under jit, grad, remat and vmap; those with `axis_name` inside jax.shard_map over devices of one process, or of several
-(jax.distributed). They run on the CPU; arrays on a GPU are refused with a clear error until the library carries its GPU layer.
+(jax.distributed). They run on the CPU. router, grouped_matmul, ragged_dot, quantize_mx and dequantize_mx also run on CUDA devices where the library was
+built with CUDA: on XLA's stream, without a wait, in command buffers too. The other ops refuse arrays on a GPU with a clear error.
 """
 
 try:

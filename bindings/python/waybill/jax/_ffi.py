@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._library import library
+from .._library import has_cuda, library
 from . import _mesh
 
 TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "dispatch", "combine", "combine_backward",
            "dispatch_start", "dispatch_done", "combine_start", "combine_done", "ticket", "moe_forward", "moe_backward")  # fmt: skip
+# Those with a CUDA form; the others refuse arrays on a GPU.
+CUDA_TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize")
 
 
 @functools.cache
@@ -43,7 +45,8 @@ def load() -> ctypes.CDLL:
     lib.wbx_mesh_start.restype, lib.wbx_mesh_start.argtypes = None, [c.c_uint32, c.c_int64]
     for target in TARGETS:
         jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(getattr(lib, f"wbx_{target}")), platform="cpu")
-        jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(lib.wbx_refuse_device), platform="CUDA")
+        on_cuda = f"wbx_{target}_cuda" if target in CUDA_TARGETS and has_cuda() else "wbx_refuse_device"
+        jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(getattr(lib, on_cuda)), platform="CUDA")
     return lib
 
 
@@ -120,16 +123,17 @@ def varying(tree: Any, axis_name: str | None) -> Any:
     return jax.tree.map(lambda array: _vary_over(array, frozenset(axes)), tree)
 
 
-def check(array: Any, name: str, dtypes: Sequence[Any], dims: Sequence[int | str | None]) -> None:
-    """Dtype and shape at trace time; a concrete array on a device is refused here, a traced one when it runs."""
+def check(array: Any, name: str, dtypes: Sequence[Any], dims: Sequence[int | str | None], *, on_gpu: bool = False) -> None:
+    """Dtype and shape at trace time; a concrete array where this op does not run (on_gpu: it has a CUDA form) is refused here, a traced one when it runs."""
     from .._tensor import check_shape
 
     if not isinstance(array, (jax.Array, np.ndarray)) and not hasattr(array, "dtype"):
         raise TypeError(f"{name} is {type(array).__name__}, an array is needed")
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        platforms = {device.platform for device in array.devices()}
-        if platforms != {"cpu"}:
-            raise NotImplementedError(f"{name} is on {', '.join(sorted(platforms))}; this build of Waybill computes on the CPU only")
+        wrong = {device.platform for device in array.devices()} - ({"cpu", "gpu"} if on_gpu and has_cuda() else {"cpu"})
+        if wrong:
+            what = "this op" if has_cuda() else "this build of Waybill"
+            raise NotImplementedError(f"{name} is on {', '.join(sorted(wrong))}; {what} computes on the CPU only")
     if array.dtype not in [jnp.dtype(dtype) for dtype in dtypes]:
         raise ValueError(f"{name} is {array.dtype}, allowed are {', '.join(jnp.dtype(dtype).name for dtype in dtypes)}")
     check_shape(array.shape, name, dims)

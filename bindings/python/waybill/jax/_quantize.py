@@ -31,7 +31,7 @@ def quantize_mx(x: jax.Array, *, element: str = "e4m3", rule: str = "round_up") 
     element: "e4m3" or "e5m2". rule: "round_up" (never saturates) or "floor" (the text of the OCP specification). C must be a multiple of
     32. Not differentiable: gradients of codes are not defined.
     """
-    _ffi.check(x, "x", _ffi.FLOATS, [None] * x.ndim)
+    _ffi.check(x, "x", _ffi.FLOATS, [None] * x.ndim, on_gpu=True)
     if x.ndim == 0 or x.shape[-1] % BLOCK:
         raise ValueError(f"x has shape {list(x.shape)}: its last dimension must be a multiple of {BLOCK}")
     C, rows = x.shape[-1], math.prod(x.shape[:-1])
@@ -43,9 +43,9 @@ def quantize_mx(x: jax.Array, *, element: str = "e4m3", rule: str = "round_up") 
 
 def dequantize_mx(codes: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """codes [..., C] float8, scales [..., C / 32] uint8 -> [..., C] float32 or bfloat16."""
-    _ffi.check(codes, "codes", [kind for _, kind in _ELEMENTS.values()], [None] * codes.ndim)
+    _ffi.check(codes, "codes", [kind for _, kind in _ELEMENTS.values()], [None] * codes.ndim, on_gpu=True)
     C, rows = codes.shape[-1], math.prod(codes.shape[:-1])
-    _ffi.check(scales, "scales", [jnp.uint8], [*codes.shape[:-1], C // BLOCK])
+    _ffi.check(scales, "scales", [jnp.uint8], [*codes.shape[:-1], C // BLOCK], on_gpu=True)
     element = next(name for name, (_, kind) in _ELEMENTS.items() if jnp.dtype(kind) == codes.dtype)
     y = _ffi.call("dequantize", _ffi.shape((rows, C), dtype), codes.reshape(rows, C), scales.reshape(rows, C // BLOCK), config=_config(element, "round_up"))
     return y.reshape(codes.shape)

@@ -33,20 +33,25 @@ def _forward(logits: jax.Array, bias: jax.Array, mask: jax.Array, config: Router
     settings = _ffi.config_bytes(config.struct())
     ids, weights, counts = _ffi.call("router_forward", (_ffi.shape((T, config.K), _ffi.id_dtype(E)), _ffi.shape((T, config.K)), _ffi.shape((E,), jnp.int32)),
                                      logits, bias, mask, config=settings)  # fmt: skip
-    tokens = jnp.float32(T) if mask.size == 0 else jnp.sum(mask == 0).astype(jnp.float32)
-    if axis_name is not None:  # local counts and one psum; logits never travel
-        counts, tokens = jax.lax.psum((counts, tokens), axis_name)
-    totals = jnp.stack([tokens, tokens])
+    if mask.size == 0 and axis_name is None:
+        share = jnp.zeros(0, jnp.float32)  # 1 each
+    else:
+        tokens = jnp.float32(T) if mask.size == 0 else jnp.sum(mask == 0).astype(jnp.float32)
+        if axis_name is not None:  # local counts and one psum; logits never travel
+            counts, tokens = jax.lax.psum((counts, tokens), axis_name)
+        share = jnp.where(tokens > 0, T / jnp.maximum(tokens, 1), 0)  # the ops average over T rows
+        share = jnp.stack([share * share, jnp.ones_like(share), share])
     if config.aux_coefficient or config.sequence_coefficient or config.z_coefficient:
-        losses = _ffi.call("router_losses", _ffi.shape((3,)), logits, bias, mask, ids, weights, counts, totals, config=settings)
+        losses = _ffi.call("router_losses", _ffi.shape((3,)), logits, bias, mask, ids, weights, counts, share, config=settings)
     else:
         losses = jnp.zeros(3, jnp.float32)
-    return Routes(ids, weights, counts, losses), (logits, bias, mask, ids, weights, counts, totals)
+    return Routes(ids, weights, counts, losses), (logits, bias, mask, ids, weights, counts, share)
 
 
 def _backward(config: RouterConfig, axis_name: str | None, saved: Any, cotangents: Routes) -> tuple[Any, ...]:
-    logits, bias, mask, ids, weights, counts, totals = saved
-    d_logits = _ffi.call("router_backward", _ffi.shape(logits.shape), logits, bias, mask, ids, weights, counts, totals, cotangents.weights, cotangents.losses,
+    logits, bias, mask, ids, weights, counts, share = saved
+    loss_weights = cotangents.losses if share.size == 0 else cotangents.losses * share
+    d_logits = _ffi.call("router_backward", _ffi.shape(logits.shape), logits, bias, mask, ids, weights, counts, cotangents.weights, loss_weights,
                          config=_ffi.config_bytes(config.struct()))  # fmt: skip
     return d_logits.astype(logits.dtype), None, None
 
@@ -62,12 +67,12 @@ def router(logits: jax.Array, config: RouterConfig, *, bias: jax.Array | None = 
     True = padding: ids -1, weights 0, gradient 0. axis_name: mesh axis (inside shard_map) over which the losses' counts are summed.
     Works under jit, grad, vmap (one call a batch element) and remat.
     """
-    _ffi.check(logits, "logits", [jnp.float32, jnp.bfloat16, jnp.float16], ["T", config.E])
+    _ffi.check(logits, "logits", [jnp.float32, jnp.bfloat16, jnp.float16], ["T", config.E], on_gpu=True)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     if bias.size:
-        _ffi.check(bias, "bias", [jnp.float32], [config.E])
+        _ffi.check(bias, "bias", [jnp.float32], [config.E], on_gpu=True)
     if padding_mask is not None:
-        _ffi.check(padding_mask, "padding_mask", [jnp.bool_, jnp.uint8], [logits.shape[0]])
+        _ffi.check(padding_mask, "padding_mask", [jnp.bool_, jnp.uint8], [logits.shape[0]], on_gpu=True)
     mask = jnp.zeros(0, jnp.uint8) if padding_mask is None else padding_mask.astype(jnp.uint8)
     _ffi.axis_size(axis_name)
     return _router(logits, bias, mask, config, axis_name)

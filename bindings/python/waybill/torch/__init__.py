@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waybill for PyTorch: custom ops with autograd and the MoE block.
 
-All ops have fake functions, so that torch.compile traces through them. Tensors live on the CPU; CUDA tensors are refused with a clear
-error until the library carries its GPU layer. The ops run in the calling thread and have finished when they return.
+All ops have fake functions, so that torch.compile traces through them. On the CPU they run in the calling thread and have finished when they
+return. router and grouped_matmul also take CUDA tensors where the library was built with CUDA: they queue on the current stream, wait for
+nothing and can be captured in a CUDA graph. The other ops refuse CUDA tensors with a clear error.
 """
 
 try:

@@ -37,39 +37,40 @@ def _id_dtype(E: int) -> torch.dtype:
     return torch.int16 if E <= 32768 else torch.int32
 
 
-def _call(config: RouterConfig, logits: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], totals: Optional[Tensor] = None,
-          scales: Optional[Tensor] = None) -> _core.RouterCall:  # fmt: skip
-    struct = config.struct()
+def _call(config: RouterConfig, logits: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], totals: Optional[Tensor] = None) -> _core.RouterCall:
     options = {}
     if totals is not None:  # [E + 1] int64: counts over all ranks, then valid tokens
-        tokens = float(totals[-1])
-        counts = totals[:-1].to(torch.int32)
-        options = {"aux_counts": _views.view(counts, "counts"), "aux_tokens": tokens, "loss_tokens": tokens}
-    if scales is not None:
-        struct.aux_coefficient *= float(scales[0])
-        struct.sequence_coefficient *= float(scales[1])
-        struct.z_coefficient *= float(scales[2])
-    return _core.RouterCall(struct, _views.view(logits, "logits"), bias=_views.optional_view(bias, "bias"),
-                            padding_mask=_views.optional_view(padding_mask, "padding_mask"), **options)  # fmt: skip
+        # The losses average over T rows; _share() has the rest.
+        options = {"aux_counts": _views.view(totals[:-1].to(torch.int32), "counts"), "aux_tokens": logits.shape[0], "loss_tokens": logits.shape[0]}
+    return _core.RouterCall(config.struct(), _views.view(logits, "logits"), bias=_views.optional_view(bias, "bias"),
+                            padding_mask=_views.optional_view(padding_mask, "padding_mask"), stream=_views.stream(logits), **options)  # fmt: skip
+
+
+def _share(T: int, totals: Tensor) -> Tensor:
+    """[3] float32: what the losses over T rows are multiplied by, so that they are those over the tokens of totals."""
+    tokens = totals[-1:].to(torch.float64)
+    share = torch.where(tokens > 0, T / tokens.clamp(min=1), 0.0)
+    return torch.cat([share * share, torch.ones_like(share), share]).to(torch.float32)
 
 
 @torch.library.custom_op("waybill::router", mutates_args=())
 def _router(logits: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], config: str, fabric: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = _config(config)
     T, E = logits.shape
-    ids = torch.empty(T, settings.K, dtype=_id_dtype(E))
-    weights = torch.empty(T, settings.K, dtype=torch.float32)
-    counts = torch.empty(E, dtype=torch.int32)
+    ids = logits.new_empty(T, settings.K, dtype=_id_dtype(E))
+    weights = logits.new_empty(T, settings.K, dtype=torch.float32)
+    counts = logits.new_empty(E, dtype=torch.int32)
     call = _call(settings, logits, bias, padding_mask)
     ids_view, weights_view = _views.view(ids, "ids"), _views.view(weights, "weights")
     call.forward(ids_view, weights_view, _views.view(counts, "counts"))
-    tokens = T if padding_mask is None else int((padding_mask == 0).sum())
-    totals = torch.cat([counts.to(torch.int64), torch.tensor([tokens])])
+    tokens = counts.new_full((1,), T, dtype=torch.int64) if padding_mask is None else (padding_mask == 0).sum(dtype=torch.int64).reshape(1)
+    totals = torch.cat([counts.to(torch.int64), tokens])
     if fabric:
         _all_reduce(_views.lookup(fabric, "fabric"), totals)
-    losses = torch.zeros(3)
+    losses = logits.new_zeros(3, dtype=torch.float32)
     if settings.aux_coefficient or settings.sequence_coefficient or settings.z_coefficient:
-        losses = torch.tensor(_call(settings, logits, bias, padding_mask, totals).losses(ids_view, weights_view), dtype=torch.float32)
+        share = _views.view(_share(T, totals), "share") if fabric or padding_mask is not None else None
+        _call(settings, logits, bias, padding_mask, totals).losses_weighted(ids_view, weights_view, share, _views.view(losses, "losses"))
     return ids, weights, counts, losses, totals
 
 
@@ -91,10 +92,11 @@ def _(logits: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], co
 @torch.library.custom_op("waybill::router_backward", mutates_args=())
 def _router_backward(logits: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], ids: Tensor, weights: Tensor, totals: Tensor, d_weights: Tensor,
                      d_losses: Tensor, config: str) -> Tensor:  # fmt: skip
-    d_logits = torch.empty(logits.shape, dtype=torch.float32)
-    call = _call(_config(config), logits, bias, padding_mask, totals, d_losses)
+    d_logits = logits.new_empty(logits.shape, dtype=torch.float32)
+    call = _call(_config(config), logits, bias, padding_mask, totals)
+    loss_weights = d_losses.to(torch.float32) * _share(logits.shape[0], totals)
     call.backward(_views.view(ids, "ids"), _views.view(weights, "weights"), _views.view(d_weights.contiguous(), "d_weights"),
-                  _views.view(d_logits, "d_logits"))  # fmt: skip
+                  _views.view(d_logits, "d_logits"), _views.view(loss_weights, "loss_weights"))  # fmt: skip
     return d_logits.to(logits.dtype)
 
 
@@ -114,7 +116,7 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, _ids, d_weights, _counts, d_losses, _totals):  # type: ignore[no-untyped-def]
     logits, bias, padding_mask, ids, weights, totals = ctx.saved_tensors
     d_weights = torch.zeros_like(weights) if d_weights is None else d_weights
-    d_losses = torch.zeros(3) if d_losses is None else d_losses
+    d_losses = weights.new_zeros(3) if d_losses is None else d_losses
     d_logits = torch.ops.waybill.router_backward(logits, bias, padding_mask, ids, weights, totals, d_weights, d_losses, ctx.config)
     return d_logits, None, None, None, None
 
@@ -136,13 +138,16 @@ def router(logits: Tensor, config: RouterConfig, *, bias: Tensor | None = None, 
 
     logits [T, E] float32, bfloat16 or float16 (T may be 0). bias [E] float32: moves the choice, never the weights; no gradient.
     padding_mask [T] bool or uint8, True = padding: ids -1, weights 0, gradient 0. fabric: losses use counts summed over its ranks
-    (collective). Gradients: of weights and losses with respect to logits. Errors: ValueError, NotImplementedError for GPU tensors.
+    (collective; CPU tensors only). Gradients: of weights and losses with respect to logits. CUDA tensors: on the current stream, without a wait,
+    capturable. Errors: ValueError; NotImplementedError for GPU tensors where the library has no CUDA kernels.
     """
-    _views.check(logits, "logits", _LOGITS, ["T", config.E])
+    if fabric is not None and logits.is_cuda:
+        raise NotImplementedError("a fabric sums counts on the CPU; all-reduce the counts of CUDA tensors with torch.distributed")
+    _views.check(logits, "logits", _LOGITS, ["T", config.E], on_cuda=True)
     if bias is not None:
-        _views.check(bias, "bias", [torch.float32], [config.E])
+        _views.check(bias, "bias", [torch.float32], [config.E], like=logits, on_cuda=True)
     if padding_mask is not None:
-        _views.check(padding_mask, "padding_mask", [torch.bool, torch.uint8], [logits.shape[0]])
+        _views.check(padding_mask, "padding_mask", [torch.bool, torch.uint8], [logits.shape[0]], like=logits, on_cuda=True)
         padding_mask = padding_mask.to(torch.uint8)
     ids, weights, counts, losses, _ = torch.ops.waybill.router(logits.contiguous(), bias, padding_mask, config.text, _fabric_number(fabric))
     return Routes(ids, weights, counts, losses)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .. import _abi
+from .. import _abi, _core
+from .._library import has_cuda
 from .._tensor import View, check_shape, describe_shape, make
 
 DTYPES = {torch.float32: _abi.F32, torch.bfloat16: _abi.BF16, torch.float16: _abi.F16, torch.int16: _abi.I16, torch.int32: _abi.I32, torch.int64: _abi.I64,
@@ -19,12 +20,19 @@ DTYPES = {torch.float32: _abi.F32, torch.bfloat16: _abi.BF16, torch.float16: _ab
 FLOATS = (torch.float32, torch.bfloat16)
 
 
-def check(tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str | None]) -> None:
-    """Device, dtype and shape, with the values in the error. Works on fake tensors too, so that torch.compile refuses at trace time."""
+def check(tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str | None], *, like: torch.Tensor | None = None,
+          on_cuda: bool = False) -> None:  # fmt: skip
+    """Device, dtype and shape, with the values in the error. Works on fake tensors too, so that torch.compile refuses at trace time.
+
+    on_cuda: the op has a CUDA form. like: another tensor of the op, on the same device.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}, a torch.Tensor is needed")
-    if tensor.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(f"{name} is on {tensor.device}; this build of Waybill computes on the CPU only. Move it: .cpu()")
+    if tensor.device.type not in ("cpu", "meta") and not (on_cuda and tensor.device.type == "cuda" and has_cuda()):
+        what = "this op" if tensor.device.type == "cuda" and has_cuda() else "this build of Waybill"
+        raise NotImplementedError(f"{name} is on {tensor.device}; {what} computes on the CPU only. Move it: .cpu()")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, the other tensors are on {like.device}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {str(tensor.dtype)[6:]}, allowed are {', '.join(str(dtype)[6:] for dtype in dtypes)}")
     check_shape(tensor.shape, name, shape)
@@ -34,7 +42,12 @@ def view(tensor: torch.Tensor, name: str) -> View:
     """A view of a checked tensor; strided tensors are refused."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} {describe_shape(tensor.shape)} is not contiguous (strides {describe_shape(tensor.stride())}); call .contiguous() first")
-    return make(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.shape, tensor)
+    return make(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.shape, tensor, tensor.device.index if tensor.is_cuda else None)
+
+
+def stream(tensor: torch.Tensor) -> _abi.Stream | None:
+    """The current stream of the tensor's device; None on the CPU."""
+    return _core.cuda_stream(tensor.device.index, torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else None
 
 
 def optional_view(tensor: torch.Tensor | None, name: str) -> View | None:

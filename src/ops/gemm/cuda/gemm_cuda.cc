@@ -7,8 +7,10 @@
 #include "core/cuda/device_buffer.h"
 #include "ops/gemm/cuda/gemm_activation.h"
 #include "ops/gemm/cuda/gemm_portable.h"
+#include "ops/gemm/cuda/group_rows.h"
 #include "ops/gemm/cuda/grouped_run.h"
 #include "ops/gemm/device_backend.h"
+#include "ops/gemm/group_rows_backend.h"
 
 namespace waybill::cuda {
 namespace {
@@ -146,6 +148,17 @@ void run_wgrad(const Wgrad& call, bool use_portable) {
   check_launch("bias_grad");
 }
 
+void run_group_rows(const GroupRowsArgs& args, std::int64_t num_groups, Stream stream) {
+  const DeviceGuard guard(stream.device.index);
+  GroupRows p{};
+  p.sizes = list(args.sizes), p.offsets = static_cast<std::int32_t*>(args.offsets.data);
+  p.groups = static_cast<int>(num_groups), p.S = static_cast<std::int32_t>(args.S);
+  p.rows = static_cast<unsigned char*>(args.rows ? args.rows.data : nullptr);
+  p.row_bytes = args.rows ? args.rows.shape[1] * static_cast<std::int64_t>(size_bytes(args.rows.dtype)) : 0;
+  launch_group_rows(p, num_sms(stream.device.index), static_cast<cudaStream_t>(stream.native));
+  check_launch("group_rows");
+}
+
 constexpr detail::GemmDeviceBackend kBackend = {{refuse<Forward>, run<Forward>},
                                                 {refuse<Dgrad>, run<Dgrad>},
                                                 {refuse<Wgrad>, run_wgrad},
@@ -176,6 +189,9 @@ void run_wgrad_part(const WgradPart& part, Stream stream) {
   check_launch("gemm_portable");
 }
 
-void register_gemm() { detail::g_gemm_device_backend = &kBackend; }
+void register_gemm() {
+  detail::g_gemm_device_backend = &kBackend;
+  detail::g_group_rows_on_device = run_group_rows;
+}
 
 }  // namespace waybill::cuda

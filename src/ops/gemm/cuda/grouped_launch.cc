@@ -30,17 +30,6 @@ void fill_config(LaunchRoom& room, const GroupedLaunch& launch, int num_clusters
   room.config.numAttrs = overlap ? 2 : 1;
 }
 
-void grow(DeviceBuffer& buffer, std::size_t bytes, bool zero, int device, cudaStream_t stream) {
-  if (buffer.bytes() >= bytes) return;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
-  WB_CHECK(status == cudaStreamCaptureStatusNone,
-           "the grouped matmul's scratch of {} bytes is allocated by its first call on a stream: call it once before capturing", bytes);
-  WB_TRY_CUDA(cudaStreamSynchronize(stream));  // earlier calls use the old memory
-  buffer = DeviceBuffer(bytes, device);
-  if (zero) buffer.fill(0, stream);
-}
-
 }  // namespace
 
 int resident_clusters(const GroupedLaunch& launch, int device) {
@@ -72,9 +61,9 @@ void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap,
 GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats) {
   static StreamMap<GroupedScratch> all;
   GroupedScratch& scratch = all.at(device, stream);
-  grow(scratch.ticket, sizeof(std::uint32_t), true, device, stream);
-  grow(scratch.arrivals, tiles * 2 * sizeof(std::uint32_t), true, device, stream);
-  grow(scratch.partials, tiles * tile_floats * sizeof(float), false, device, stream);
+  scratch.ticket.reserve(sizeof(std::uint32_t), true, device, stream);
+  scratch.arrivals.reserve(tiles * 2 * sizeof(std::uint32_t), true, device, stream);
+  scratch.partials.reserve(tiles * tile_floats * sizeof(float), false, device, stream);
   return scratch;
 }
 

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "core/cuda/device_buffer.h"
+#include "core/cuda/scratch_buffer.h"
 
 namespace waybill::cuda {
 
@@ -25,9 +25,9 @@ void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap,
 
 // Scratch of one (device, stream): calls on a stream run in order and share it. Counters are zero between launches.
 struct GroupedScratch {
-  DeviceBuffer ticket, arrivals, partials;
+  ScratchBuffer ticket, arrivals, partials;
 };
-// Room for `tiles` partial tiles of tile_floats. Grows outside of captures only: kInvalidArgument naming the bytes inside of one.
+// Room for `tiles` partial tiles of tile_floats.
 GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats);
 
 }  // namespace waybill::cuda

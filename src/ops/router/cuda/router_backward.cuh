@@ -10,6 +10,8 @@ namespace waybill::cuda {
 inline constexpr float kLog2E = 1.44269504f;
 __device__ __forceinline__ float exp_fast(float x) { return ptx::ex2_approx(scalar::mul(x, kLog2E)); }
 
+__device__ __forceinline__ float loss_weight(const RouterLossParams& p, int i) { return p.loss_weights != nullptr ? __ldg(p.loss_weights + i) : 1.0f; }
+
 // Factors n_e -> a_e (L_row = sum_e a_e P_e) and of the z loss.
 struct LossFactors {
   float aux = 0.0f, z = 0.0f;
@@ -21,7 +23,13 @@ __device__ __forceinline__ LossFactors loss_factors(const RouterLossParams& p) {
   const double aux_tokens = p.aux_tokens > 0 ? p.aux_tokens : valid, loss_tokens = p.loss_tokens > 0 ? p.loss_tokens : valid;
   f.aux = static_cast<float>(p.aux_coefficient * (static_cast<double>(p.rows.E) / p.rows.K) / (aux_tokens * loss_tokens));
   f.z = static_cast<float>(p.z_coefficient / loss_tokens);
+  f.aux *= loss_weight(p, 0), f.z *= loss_weight(p, 2);
   return f;
+}
+
+__device__ __forceinline__ void write_loss(const RouterLossParams& p, int i, double value) {
+  p.out[i] = value;
+  if (p.out_f32 != nullptr) p.out_f32[i] = static_cast<float>(value);
 }
 
 __host__ __device__ constexpr int padded_to_4(int E) { return (E + 3) / 4 * 4; }
@@ -36,17 +44,17 @@ __device__ __forceinline__ void load_aux_factors(const RouterLossParams& p, floa
   __syncthreads();
 }
 
-// 1 / the number of sequences the loss is averaged over. Every thread of the CTA (it scans [B] valid counts).
+// The sequence loss' weight / the number of sequences it is averaged over. Every thread of the CTA (it scans [B] valid counts).
 __device__ __forceinline__ float sequence_scale(const RouterLossParams& p) {
   if (p.sequence_counts == nullptr) return 0.0f;
-  if (p.num_sequences > 0) return static_cast<float>(1.0 / p.num_sequences);
+  if (p.num_sequences > 0) return static_cast<float>(1.0 / p.num_sequences) * loss_weight(p, 1);
   const int B = static_cast<int>(p.rows.T / p.sequence_length);
   int nonempty = 0;
   for (int begin = 0; begin < B; begin += static_cast<int>(blockDim.x)) {
     const int b = begin + static_cast<int>(threadIdx.x);
     nonempty += __syncthreads_count(b < B && p.sequence_valid[b] > 0);
   }
-  return 1.0f / static_cast<float>(max(nonempty, 1));
+  return loss_weight(p, 1) / static_cast<float>(max(nonempty, 1));
 }
 
 // Factor of n_be for the sequence that row t is in.

@@ -17,9 +17,9 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr int kGenericThreads = 128;
+constexpr int kGenericThreads = 128;  // four CTAs an SM: with no bound the compiler spills around the call of generic_row
 template <class T, bool kSoftmax>
-__global__ void __launch_bounds__(kGenericThreads) router_backward_generic(const __grid_constant__ RouterBackwardParams p) {
+__global__ void __launch_bounds__(kGenericThreads, 4) router_backward_generic(const __grid_constant__ RouterBackwardParams p) {
   extern __shared__ __align__(16) float dynamic_smem[];  // a [E padded], then a row [E padded] per warp
   const int warp = static_cast<int>(threadIdx.x) >> 5, padded = padded_to_4(p.loss.rows.E);
   float* routes_row = dynamic_smem + static_cast<std::size_t>(1 + warp) * padded;

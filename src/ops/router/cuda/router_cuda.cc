@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <utility>
 
 #include "core/cuda/cuda_error.h"
-#include "core/cuda/device_buffer.h"
+#include "core/cuda/scratch_buffer.h"
 #include "core/cuda/stream_map.h"
 #include "ops/router/cuda/gate_gemm.h"
 #include "ops/router/cuda/router_params.h"
@@ -56,20 +55,15 @@ struct Scratch {
     double losses[4];
     double partials[3 * 2048];
   };
-  DeviceBuffer fixed, sequences, sums;
-
-  explicit Scratch(int device) : fixed(sizeof(Fixed), device) {
-    fixed.fill(0);
-    WB_TRY_CUDA(cudaDeviceSynchronize());
-  }
+  ScratchBuffer fixed, sequences, sums;
   Fixed* at() const { return fixed.as<Fixed>(); }
 };
 
 // Room for the partial score sums of `partials` CTAs.
-RouterSumParams sum_scratch(Scratch& scratch, const RouterRows& rows, int partials, int device) {
+RouterSumParams sum_scratch(Scratch& scratch, const RouterRows& rows, int partials, int device, cudaStream_t stream) {
   const std::size_t squares = static_cast<std::size_t>(partials + 1) / 2 * 2 * sizeof(double),
                     bytes = squares + static_cast<std::size_t>(partials) * rows.E * sizeof(float);
-  if (scratch.sums.bytes() < bytes) scratch.sums = DeviceBuffer(bytes, device);
+  scratch.sums.reserve(bytes, false, device, stream);
   RouterSumParams p{};
   p.rows = rows;
   p.square_partials = scratch.sums.as<double>();
@@ -78,15 +72,10 @@ RouterSumParams sum_scratch(Scratch& scratch, const RouterRows& rows, int partia
 }
 
 Scratch& scratch_of(int device, cudaStream_t stream) {
-  static StreamMap<std::unique_ptr<Scratch>> all;
-  std::unique_ptr<Scratch>& found = all.at(device, stream);
-  if (found == nullptr) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    WB_TRY_CUDA(cudaStreamIsCapturing(stream, &status));
-    WB_CHECK(status == cudaStreamCaptureStatusNone, "the router's scratch is allocated by its first call on a stream: call it once before capturing");
-    found = std::make_unique<Scratch>(device);
-  }
-  return *found;
+  static StreamMap<Scratch> all;
+  Scratch& scratch = all.at(device, stream);
+  scratch.fixed.reserve(sizeof(Scratch::Fixed), true, device, stream);
+  return scratch;
 }
 
 LogitType logit_type(DType dtype) { return dtype == DType::kF32 ? LogitType::kF32 : (dtype == DType::kBF16 ? LogitType::kBF16 : LogitType::kF16); }
@@ -251,7 +240,7 @@ void router_forward(const ForwardCall& call, bool portable) {
   if (p.factors != nullptr && use_block && p.rows.T > 0) WB_TRY_CUDA(cudaMemsetAsync(p.factors, 0, static_cast<std::size_t>(p.rows.T) * sizeof(float), stream));
   RouterSumParams sums{};
   if (out.score_sums != nullptr) {
-    sums = sum_scratch(scratch_of(device, stream), p.rows, std::max(limits.num_sms, kScoreSumCtas), device);
+    sums = sum_scratch(scratch_of(device, stream), p.rows, std::max(limits.num_sms, kScoreSumCtas), device, stream);
     sums.sums = out.score_sums, p.sum_partials = sums.sum_partials, p.square_partials = sums.square_partials;
     if (!use_block && type == LogitType::kF32 && router_tuning::policy().sums_in_forward) sums.num_partials = launch_router_forward_sums(p, limits, stream);
   }
@@ -287,7 +276,7 @@ void require(const RouterConfig& config, const RouterInputs& inputs) {
 
 // Factors and scratch of a losses or backward call; queues the counting that it needs.
 RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConfig& losses, const RouterInputs& inputs, const RouteView& route,
-                                const RouterLossInputs& given, const DeviceLimits& limits, cudaStream_t stream) {
+                                const RouterLossInputs& given, const float* loss_weights, const DeviceLimits& limits, cudaStream_t stream) {
   Scratch& scratch = scratch_of(limits.device, stream);
   Scratch::Fixed* fixed = scratch.at();
   RouterLossParams p{};
@@ -296,6 +285,7 @@ RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConf
   p.aux_coefficient = losses.aux_coefficient, p.sequence_coefficient = losses.sequence_coefficient, p.z_coefficient = losses.z_coefficient;
   p.sequence_length = losses.sequence_coefficient != 0 ? losses.sequence_length : 0;
   p.aux_counts = given.aux_counts;
+  p.loss_weights = loss_weights;
   p.aux_tokens = given.aux_tokens, p.loss_tokens = given.loss_tokens, p.num_sequences = given.num_sequences;
   p.row_partials = fixed->partials, p.ticket = &fixed->loss_ticket;
   if (p.rows.T == 0) p.sequence_length = 0, p.sequence_coefficient = 0;
@@ -307,7 +297,7 @@ RouterLossParams prepare_losses(const RouterConfig& config, const RouterLossConf
   if (p.sequence_length > 0) {
     const std::int64_t B = p.rows.T / p.sequence_length;
     const std::size_t bytes = static_cast<std::size_t>(B * (config.E + 1)) * sizeof(std::int32_t);
-    if (scratch.sequences.bytes() < bytes) scratch.sequences = DeviceBuffer(bytes, limits.device);
+    scratch.sequences.reserve(bytes, false, limits.device, stream);
     p.sequence_counts = scratch.sequences.as<std::int32_t>();
     p.sequence_valid = p.sequence_counts + B * config.E;
     WB_TRY_CUDA(cudaMemsetAsync(p.sequence_counts, 0, bytes, stream));
@@ -335,11 +325,12 @@ void router_losses_device(const LossesCall& call, double* out, bool portable) {
   check_memory(out, 8, "the memory for losses", device);
   check_memory(call.inputs, call.route, device);
   check_optional(call.loss_inputs.aux_counts, 4, "aux_counts", device), check_optional(call.loss_inputs.score_sums, 8, "score_sums", device);
+  check_optional(call.loss_weights, 4, "loss_weights", device);
   const DeviceLimits limits = limits_for(device, portable);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
   const DeviceGuard guard(device);
-  RouterLossParams p = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
-  p.out = out;
+  RouterLossParams p = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, call.loss_weights, limits, stream);
+  p.out = out, p.out_f32 = call.values_f32;
   if (p.score_sums != nullptr) {
     launch_router_losses_from_sums(p, limits, stream);
     return check_launch("router_losses_from_sums");
@@ -354,6 +345,12 @@ RouterLosses router_losses(const LossesCall& call, bool portable) {
     return {};
   }
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
+  if (call.values_f32 != nullptr) {
+    check_memory(call.values_f32, 4, "the memory for losses", call.inputs.logits.device.index);
+    const DeviceGuard guard(call.inputs.logits.device.index);
+    router_losses_device(call, scratch_of(call.inputs.logits.device.index, stream).at()->losses, portable);
+    return {};
+  }
   double* out = scratch_of(call.inputs.logits.device.index, stream).at()->losses;
   router_losses_device(call, out, portable);
   RouterLosses values;
@@ -373,9 +370,9 @@ void router_backward(const BackwardCall& call, bool portable) {
   const DeviceGuard guard(device);
   check_memory(call.inputs, call.route, device);
   check_memory(call.d_logits.data, 4, "d_logits", device), check_optional(call.d_weights, 4, "d_weights", device);
-  check_optional(call.loss_inputs.aux_counts, 4, "aux_counts", device);
+  check_optional(call.loss_inputs.aux_counts, 4, "aux_counts", device), check_optional(call.loss_weights, 4, "loss_weights", device);
   RouterBackwardParams p{};
-  p.loss = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, limits, stream);
+  p.loss = prepare_losses(call.config, call.losses, call.inputs, call.route, call.loss_inputs, call.loss_weights, limits, stream);
   p.weights = call.route.weights, p.d_weights = call.d_weights, p.loss_scale = call.loss_scale;
   p.factors = static_cast<const float*>(call.inputs.weight_factors.data);
   p.d_logits = static_cast<float*>(call.d_logits.data), p.d_stride = call.d_logits.stride[0];

@@ -64,7 +64,7 @@ __device__ __forceinline__ void finish_losses(const RouterLossParams& p, const L
     for (unsigned c = static_cast<unsigned>(lane); c < gridDim.x; c += 32) sum += __ldcg(p.row_partials + static_cast<std::size_t>(c) * 3 + warp);
     for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
     const double factor = warp == 0 ? static_cast<double>(factors.aux) : (warp == 1 ? 1.0 : static_cast<double>(factors.z));
-    if (lane == 0) p.out[warp] = sum * factor;
+    if (lane == 0) write_loss(p, warp, sum * factor);
   }
 }
 

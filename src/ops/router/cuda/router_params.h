@@ -76,6 +76,7 @@ struct RouterLossParams {
   std::int64_t sequence_length;  // 0: no sequence loss
   const std::int32_t* aux_counts;
   double aux_tokens, loss_tokens, num_sequences;  // 0: this call's own
+  const float* loss_weights;                      // [3] aux, sequence, z, times the coefficients; or null
   // Scratch, booked by the host.
   std::int32_t* sequence_counts;  // [B, E]
   std::int32_t* sequence_valid;   // [B] valid tokens
@@ -84,6 +85,7 @@ struct RouterLossParams {
   std::int32_t* valid_tokens;  // [1]
   const double* score_sums;    // [E + 1] of the forward pass, or null
   double* out;                 // [3] aux, sequence, z
+  float* out_f32;              // the same, rounded; or null
 };
 
 struct RouterBackwardParams {

@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kValueThreads) router_losses_from_sums(const _
   sum = 0.0;
   for (int w = 0; w < kValueThreads / 32; ++w) sum += of_warp[w];
   const LossFactors factors = loss_factors(p);
-  p.out[0] = sum * static_cast<double>(factors.aux), p.out[1] = 0.0;
-  p.out[2] = p.z_coefficient != 0.0f ? p.score_sums[p.rows.E] * static_cast<double>(factors.z) : 0.0;
+  write_loss(p, 0, sum * static_cast<double>(factors.aux)), write_loss(p, 1, 0.0);
+  write_loss(p, 2, p.z_coefficient != 0.0f ? p.score_sums[p.rows.E] * static_cast<double>(factors.z) : 0.0);
 }
 
 template <class T>

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""waybill.jax or waybill.torch on a GPU: the grouped matmul's rate beside the same kernels called from C++ and beside the framework's own, and the host
+time of each op.
+
+  python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--json FILE] [--rate-only | --host-only]
+
+Rate: bf16, even groups, random normal data; a sample of each result is compared with sums in float64 before anything is timed. JAX has no events of its own:
+one call and eleven calls of a jitted program are timed, each on an idle device, and the tenth part of the difference is taken, median of 5. PyTorch: as
+bench_cuda_gemm, 10 calls between two events after 15 ms of spinning, median of 5. --cpp: records of `bench_cuda_gemm GEMM.jsonl --filter ...` of the same
+session, whose rates stand in the column C++. XLA's ragged_dot is whatever the installed XLA lowers it to; it is timed over two calls.
+
+Host time: medians of 1,000 calls with small operands. "call": until it returns. "empty": a program (JAX) or custom op (PyTorch) with the same arguments and
+results that computes nothing of ours. "C": the same C functions through ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+SHAPE = (32, 1024, 4096, 7168)  # groups, rows a group, N, C
+
+
+def median_us(samples):
+    return 1e6 * statistics.median(samples)
+
+
+def clock(call, count=1000, every=20, wait=lambda: None):
+    """Medians of the time until `call` returns; the device is waited for between the samples."""
+    for _ in range(100):
+        call()
+    wait()
+    samples = []
+    for i in range(count):
+        begin = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - begin)
+        if i % every == every - 1:
+            wait()
+    return median_us(samples)
+
+
+def cpp_rates(path, shape):
+    """TFLOP/s of the C++ benchmark by product."""
+    if path is None:
+        return {}
+    case = "{}x{} N{} C{} even".format(*shape)
+    records = [json.loads(line) for line in open(path, encoding="utf-8")]
+    names = {"gemm_fwd": "forward", "gemm_dgrad": "dgrad", "gemm_wgrad bf16": "wgrad"}
+    return {names[r["op"]]: r["tflops"] for r in records if r.get("case") == case and r["op"] in names}
+
+
+def table(rows, flops, cpp):
+    for name, us in rows.items():
+        rate = flops * (3 if "backward" in name else 1) / us * 1e-6
+        product = name.split()[-1]
+        beside = f"{cpp[product]:.1f} | {rate / cpp[product]:.3f}" if product in cpp and "waybill" in name else "- | -"
+        print(f"| {name} | {us:.1f} | {rate:.1f} | {beside} |", flush=True)
+
+
+def jax_rates(shape, cpp):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import waybill.jax as wbj
+
+    L, rows, N, C = shape
+    S, keys = L * rows, jax.random.split(jax.random.key(1), 3)
+    a, w, dy = (jax.random.normal(key, dims, jnp.bfloat16) for key, dims in zip(keys, ((S, C), (L, C, N), (S, N))))
+    sizes = jnp.full(L, rows, jnp.int32)
+
+    def dgrad(dot):
+        return jax.jit(lambda a, w, dy: jax.vjp(lambda a: dot(a, w, sizes), a)[1](dy)[0])
+
+    def wgrad(dot):
+        return jax.jit(lambda a, w, dy: jax.vjp(lambda w: dot(a, w, sizes), w)[1](dy)[0])
+
+    lnc = jnp.swapaxes(w, 1, 2)
+    calls = {
+        "waybill ragged_dot forward": (jax.jit(lambda a, w, dy: wbj.ragged_dot(a, w, sizes)), (a, w, dy)),
+        "waybill LNC forward": (jax.jit(lambda a, w, dy: wbj.grouped_matmul(a, w, sizes, layout="LNC")), (a, lnc, dy)),
+        "waybill ragged_dot dgrad": (dgrad(wbj.ragged_dot), (a, w, dy)),
+        "waybill ragged_dot wgrad": (wgrad(wbj.ragged_dot), (a, w, dy)),
+        "XLA ragged_dot forward": (jax.jit(lambda a, w, dy: jax.lax.ragged_dot(a, w, sizes)), (a, w, dy)),
+    }
+    sample = np.random.default_rng(1).integers(0, S, 50)
+    for name in ("waybill ragged_dot forward", "waybill LNC forward", "XLA ragged_dot forward"):
+        call, operands = calls[name]
+        got = np.asarray(call(*operands)[sample], np.float64)
+        want = np.stack([np.asarray(a[s], np.float64) @ np.asarray(w[s // rows], np.float64) for s in sample])
+        error = abs(got - want).max() / abs(want).max()
+        assert error < 1e-2, (name, error)
+
+    def seconds(call, operands, count):
+        begin = time.perf_counter()
+        for _ in range(count):
+            out = call(*operands)
+        out.block_until_ready()
+        return time.perf_counter() - begin
+
+    result = {}
+    for name, (call, operands) in calls.items():
+        more, rounds = (10, 5) if "waybill" in name else (1, 1)
+        seconds(call, operands, 2)
+        result[name] = 1e6 * statistics.median((seconds(call, operands, 1 + more) - seconds(call, operands, 1)) / more for _ in range(rounds))
+    table(result, 2.0 * S * N * C, cpp)
+    return result
+
+
+def jax_host():
+    import jax
+    import jax.numpy as jnp
+    import waybill.jax as wbj
+
+    config = wbj.RouterConfig(E=64, K=4)
+    logits, a, w = jnp.ones((32, 64)), jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
+    sizes, x = jnp.array([30, 34], jnp.int32), jnp.ones((32, 64))
+    ops = {
+        "router": (lambda logits: wbj.router(logits, config)[:3], (logits,)),
+        "router backward": (lambda logits: jax.grad(lambda logits: wbj.router(logits, config).weights.sum())(logits), (logits,)),
+        "grouped_matmul": (lambda a, w, sizes: wbj.ragged_dot(a, w, sizes), (a, w, sizes)),
+        "grouped_matmul, 8 in a program": (lambda a, w, sizes: chain(wbj.ragged_dot, a, w, sizes), (a, w, sizes)),
+        "quantize_mx": (wbj.quantize_mx, (x,)),
+    }
+
+    def chain(dot, a, w, sizes):
+        for _ in range(8):
+            a = dot(a, w, sizes)
+        return a
+
+    result = {}
+    for name, (op, operands) in ops.items():
+        shapes = jax.eval_shape(op, *operands)
+        # Depends on every argument, so that none is dropped, and makes every result.
+        empty = lambda *operands, shapes=shapes: jax.tree.map(  # noqa: E731
+            lambda leaf: jnp.full(leaf.shape, sum(jnp.ravel(o)[0].astype(jnp.float32) for o in jax.tree.leaves(operands))).astype(leaf.dtype), shapes
+        )
+        one, none = jax.jit(op), jax.jit(empty)
+        us = {}
+        for kind, function in (("call", one), ("empty", none)):
+            holder = []
+
+            def call(function=function, holder=holder):
+                holder[:] = [function(*operands)]
+
+            us[kind] = clock(call, wait=lambda holder=holder: jax.block_until_ready(holder))
+            us[kind + " finished"] = clock(lambda function=function: jax.block_until_ready(function(*operands)))
+        result[name] = us
+        print(f"| {name} | {us['call']:.1f} | {us['empty']:.1f} | {us['call'] - us['empty']:.1f} | {us['call finished']:.1f} | {us['empty finished']:.1f} |", flush=True)
+    return result
+
+
+def torch_rates(shape, cpp):
+    import torch
+    import waybill.torch as wbt
+
+    L, rows, N, C = shape
+    S = L * rows
+    a, w, dy = (torch.randn(*dims, device="cuda", dtype=torch.bfloat16) for dims in ((S, C), (L, N, C), (S, N)))
+    offsets = torch.arange(0, S + 1, rows, dtype=torch.int32, device="cuda")
+    ops = torch.ops.waybill
+    calls = {
+        "waybill forward": lambda: wbt.grouped_matmul(a, w, offsets),
+        "waybill dgrad": lambda: ops.grouped_matmul_dgrad(dy, w, offsets, False),
+        "waybill wgrad": lambda: ops.grouped_matmul_wgrad(a, dy, w, offsets, False, False)[0],
+    }
+    if hasattr(torch, "_grouped_mm"):
+        calls |= {
+            "torch._grouped_mm forward": lambda: torch._grouped_mm(a, w.transpose(1, 2), offs=offsets[1:]),
+            "torch._grouped_mm dgrad": lambda: torch._grouped_mm(dy, w, offs=offsets[1:]),
+            "torch._grouped_mm wgrad": lambda: torch._grouped_mm(dy.t(), a, offs=offsets[1:]),
+        }
+    sample = torch.randint(0, S, (50,), device="cuda")
+    got, want = calls["waybill forward"]()[sample].double(), torch.stack([a[s].double() @ w[s // rows].double().T for s in sample])
+    assert (got - want).abs().max() < 1e-2 * want.abs().max()
+    result = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        samples = []
+        for _ in range(5):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(30_000_000)
+            begin.record()
+            for _ in range(10):
+                call()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 100)
+        result[name] = statistics.median(samples)
+    table(result, 2.0 * S * N * C, cpp)
+    return result
+
+
+def torch_host():
+    import ctypes as c
+
+    import torch
+    import waybill.torch as wbt
+    from waybill import _abi, _core
+    from waybill._library import library
+    from waybill.torch import _views
+
+    @torch.library.custom_op("waybill_bench::empty", mutates_args=())
+    def empty(a: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return a.new_empty(a.shape[0], w.shape[1])
+
+    config = wbt.RouterConfig(E=64, K=4)
+    logits = torch.randn(32, 64, device="cuda")
+    a, w = torch.randn(64, 64, device="cuda").bfloat16(), torch.randn(2, 64, 64, device="cuda").bfloat16()
+    offsets, y = torch.tensor([0, 30, 64], dtype=torch.int32, device="cuda"), torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
+    leaf, weight = a.clone().requires_grad_(), w.clone().requires_grad_()
+    views = [_views.view(t, "t") for t in (a, w, offsets, y)]
+    args = _abi.GroupedGemmArgs(struct_size=c.sizeof(_abi.GroupedGemmArgs), a=views[0].struct, weights=views[1].struct, offsets=views[2].struct,
+                                y=views[3].struct)  # fmt: skip
+    stream = _core.cuda_stream(0, torch.cuda.current_stream().cuda_stream)
+    lib, args_ref, stream_ref = library(), c.byref(args), c.byref(stream)
+    calls = {
+        "empty custom op": lambda: empty(a, w, offsets),
+        "C: wb_grouped_gemm": lambda: lib.wb_grouped_gemm(args_ref, stream_ref),
+        "C: wb_group_rows": lambda: lib.wb_group_rows(None, c.byref(views[2].struct), c.byref(views[3].struct), 64, stream_ref),
+        "grouped_matmul": lambda: wbt.grouped_matmul(a, w, offsets),
+        "grouped_matmul forward + backward": lambda: wbt.grouped_matmul(leaf, weight, offsets).backward(y),
+        "router": lambda: wbt.router(logits, config),
+    }
+    result = {}
+    for name, call in calls.items():
+        result[name] = clock(call, wait=torch.cuda.synchronize)
+        print(f"| {name} | {result[name]:.1f} |", flush=True)
+    side = torch.cuda.Stream()
+    for name, call in {"grouped_matmul": calls["grouped_matmul"], "router": calls["router"]}.items():
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(100):
+                call()
+        result[name + ", a call of a replayed graph"] = clock(graph.replay, 100, 1, torch.cuda.synchronize) / 100
+        print(f"| {name}, host time of a call in a replayed graph | {result[name + ', a call of a replayed graph']:.3f} |", flush=True)
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("framework", choices=["jax", "torch"])
+    parser.add_argument("--cpp")
+    parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))), default=SHAPE)
+    parser.add_argument("--json")
+    parser.add_argument("--rate-only", action="store_true")
+    parser.add_argument("--host-only", action="store_true")
+    args = parser.parse_args()
+    record = {"framework": args.framework, "shape": args.shape}
+    if not args.host_only:
+        print("{}x{} N{} C{} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape))
+        record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, cpp_rates(args.cpp, args.shape))
+    if not args.rate_only:
+        print("host time, us: | op | call | empty | added | call finished | empty finished |" if args.framework == "jax" else "host time, us: | op | call |")
+        record["host_us"] = {"jax": jax_host, "torch": torch_host}[args.framework]()
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

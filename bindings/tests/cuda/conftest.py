@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU tests of the bindings: skipped, with what was needed, where there is no GPU or the library has no CUDA kernels."""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the device
+# Also the smallest programs become command buffers.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"
+
+
+def relative(got, want):
+    """Largest error over the largest value, of NumPy arrays."""
+    return float(abs(got - want).max(initial=0) / max(abs(want).max(initial=0), 1e-30))
