@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of MXFP8 and NVFP4 operands (waybill/quantized_gemm.h) with their dequantisation, beside the bf16 products of operands that are
 // bf16 already, in the same run. Before it is timed, each result is compared with that product of dequantised operands, bit for bit.
-//   bench_cuda_quantized OUT.jsonl [--filter TEXT] [--op TEXT]
+//   bench_cuda_quantized OUT.jsonl [--filter TEXT] [--op TEXT] [--loads]
+//     --loads   two more shapes, one of them with a skewed load
 // Target: 0.90 of the bf16 rate. Floor: the bf16 product's time. Method as bench_cuda_gemm. Exit code 1 when a comparison fails.
 #include <functional>
 
@@ -124,7 +125,8 @@ class Bench {
     const double flops = 2.0 * static_cast<double>(S_) * static_cast<double>(s_.N) * static_cast<double>(s_.C);
     const Spread plain = time_burst(native_, 5, 10, 15, p.plain), t = time_burst(native_, 5, 10, 15, p.quantized);
     report_.set_dense(flops / plain.us * 1e-6);
-    report_.add(s_, name.c_str(), fmt::format("scratch {} MiB, {:.3f} of the bf16 rate", p.workspace.bytes() >> 20, plain.us / t.us), t, flops, 0, 0.90, checked);
+    report_.add(s_, name.c_str(), fmt::format("scratch {} MiB, {:.3f} of the bf16 rate", p.workspace.bytes() >> 20, plain.us / t.us), t, flops, 0, 0.90,
+                checked);
   }
 
   MatmulShape s_;
@@ -140,10 +142,8 @@ int main_checked(int argc, char** argv) {
   const MatmulOptions options = matmul_options(argc, argv, "quantized.jsonl");
   register_gemm(), register_quantize(), register_quantized_gemm();
   MatmulReport report(options.path, 1);
-  const std::vector<MatmulShape> shapes = {{8, 4096, 4096, 7168, "even", 0, 0, 0, 0},
-                                           {8, 4096, 7168, 2048, "even", 0, 0, 0, 0},
-                                           {2, 16384, 7168, 7168, "even", 0, 0, 0, 0},
-                                           {128, 2048, 1536, 2048, "even", 0, 0, 0, 0}};
+  std::vector<MatmulShape> shapes = {{8, 4096, 4096, 7168, "even", 0, 0, 0, 0}, {2, 16384, 7168, 7168, "even", 0, 0, 0, 0}};
+  if (options.with_loads) shapes.insert(shapes.end(), {{8, 4096, 7168, 2048, "even", 0, 0, 0, 0}, {128, 2048, 1536, 2048, "softmax", 0, 0, 0, 0}});
   for (const MatmulShape& shape : shapes) {
     if (shape.name().find(options.filter) == std::string::npos) continue;
     for (const Format& format : kFormats) {
