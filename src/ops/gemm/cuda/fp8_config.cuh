@@ -16,18 +16,12 @@ struct Fp8Config {
   static constexpr int kBytesA = gemm_limits::kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
   static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps, kScaleWarps = 2;
   static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN);
-// 192 columns: 1: one product; 2: two of 96, whose sums overlap with the other's products (kNT only); 0: two, in turn.
-#ifndef WB_FP8_MODE
-#define WB_FP8_MODE 1
-#endif
-  static constexpr bool kOverlaps = kBlockN == 192 && WB_FP8_MODE == 2;
-  static constexpr int kPartN = kBlockN == 192 ? (WB_FP8_MODE == 1 ? 192 : 96) : 128, kParts = kBlockN / kPartN;
-  static constexpr int kScaleColumns = kPartN == 192 ? 64 : (kPartN == 96 ? 32 : 128);  // kNT: columns that surely lie in one tile of scales
-  static constexpr int kPartScales = kForm == GemmForm::kNT ? kPartN / kScaleColumns : 1;
-  static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kCluster == 1 || kCluster == 2));
+  // Columns of a matrix instruction. With 128 the accumulators of 256 columns and the products of 128 fill the registers, with nothing left for
+  // the scales of columns that kTN needs.
+  static constexpr int kPartN = kBlockN == 192 ? 96 : 128, kParts = kBlockN / kPartN;
+  static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
   // Registers a thread after launch; walking groups by blocks takes more.
   static constexpr int kProducerRegisters = kForm == GemmForm::kTN ? 56 : 40, kMathRegisters = kForm == GemmForm::kTN ? 224 : 232;
-  static constexpr int kSumBuffers = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 ? kBuffers : 1;
   using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN>;
 };
 
@@ -36,12 +30,11 @@ struct Fp8Shared {
   std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
   std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
   alignas(16) float scales[C::kStages][C::kScaleFloats];  // of A's rows, then of B
-  std::uint64_t full[C::kStages], empty[C::kStages], sums_full[C::kMathWarps][C::kSumBuffers];
+  std::uint64_t full[C::kStages], empty[C::kStages];
   std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];
   int came_second[2];
-  unsigned sums_phases[C::kMathWarps];
 };
 
 }  // namespace waybill::cuda

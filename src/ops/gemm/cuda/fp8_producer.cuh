@@ -74,10 +74,9 @@ __device__ __forceinline__ void load_scales(const Fp8Params& p, const Unit& u, f
       const std::int64_t at = is_there ? (u.m0 + row) * p.a_scale_stride + block * p.a_scale_k : 0;
       ptx::copy_async_4(ptx::smem_address(to + row), p.a_scales + at, is_there);
     }
-    if (thread < C::kBlockN / C::kScaleColumns) {
-      const int column = u.n0 + C::kScaleColumns * thread;
-      const bool is_there = column < p.n;
-      const std::int64_t at = is_there ? u.group * p.b_scale_group + column / 128 * p.b_scale_column + block * p.b_scale_k : 0;
+    if (thread < C::kParts) {
+      const bool is_there = u.n0 + 128 * thread < p.n;
+      const std::int64_t at = is_there ? u.group * p.b_scale_group + (u.n0 / 128 + thread) * p.b_scale_column + block * p.b_scale_k : 0;
       ptx::copy_async_4(ptx::smem_address(to + fp8_limits::kScalesA + thread), p.b_scales + at, is_there);
     }
   } else {

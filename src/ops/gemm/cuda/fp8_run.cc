@@ -133,15 +133,14 @@ Fp8Tuning choose_fp8_tuning(const Fp8Problem& p, int num_sms) {
   Fp8Tuning best;
   best.band = p.form == GemmForm::kNT && !p.b_is_turned ? 2 : 8;  // measured (docs/perf/grouped-gemm-fp8.md)
   if (p.form == GemmForm::kTN) {
-    const GemmTile narrow = p.output == GemmOutput::kAddF32 ? GemmTile{128, 4, 2, 4} : GemmTile{128, 5, 2, 2};
-    best.tile = p.n % 192 != 0 && p.n <= 1024 ? narrow : GemmTile{192, 4, 2, 3};
+    best.tile = p.n % 192 != 0 && p.n <= 1024 ? GemmTile{128, 5, 2, 2} : GemmTile{192, 4, 2, 3};
     return best;
   }
   struct Choice {
     GemmTile tile;
     double cost;  // of a full wave, beside its width
   };
-  static constexpr Choice kChoices[] = {{{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.0}, {{128, 5, 2, 2}, 1.15}, {{128, 5, 1, 2}, 1.2}};
+  static constexpr Choice kChoices[] = {{{256, 4, 2, 2}, 1.0}, {{128, 5, 2, 2}, 1.15}, {{128, 5, 1, 2}, 1.2}};
   double best_cost = 0;
   for (const Choice& choice : kChoices) {
     const std::int64_t mean = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));

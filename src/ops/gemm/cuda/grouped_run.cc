@@ -177,15 +177,12 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     double cost;
   };
   static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.0}};
-  static constexpr Choice kWithSums[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.1}, {{128, 5, 1, 4}, 1.14}};  // wgrad that adds to D
   static constexpr Choice kPlain[] = {
       {{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.05}, {{128, 6, 2, 2}, 1.1}, {{256, 4, 1, 2}, 1.06}, {{128, 6, 1, 2}, 1.14},
   };
   GemmTuning best;
   double best_cost = 0;
-  const bool adds = p.form == GemmForm::kTN && p.output == GemmOutput::kAddF32;
-  const std::span<const Choice> choices = adds                                                 ? std::span<const Choice>(kWithSums)
-                                          : p.activation.epilogue == GemmEpilogue::kPlain      ? std::span<const Choice>(kPlain)
+  const std::span<const Choice> choices = p.activation.epilogue == GemmEpilogue::kPlain        ? std::span<const Choice>(kPlain)
                                           : p.activation.epilogue == GemmEpilogue::kActivation ? std::span<const Choice>(kWithActivation)
                                                                                                : std::span<const Choice>(kWithGradient);
   const std::int64_t mean_rows = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
