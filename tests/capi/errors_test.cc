@@ -91,7 +91,7 @@ TEST(CApiErrors, EnumsRanksAndShapesOutOfRangeAreRefusedWithTheValue) {
 // A refused call leaves the caller's memory as it was.
 // A pointer into a device's memory must not be read as the host's.
 TEST(CApiErrors, DeviceMemoryAndStreamsAreRefusedByACpuLibrary) {
-  if (std::string(wb_build_info()).find("cuda") != std::string::npos) GTEST_SKIP() << "the library has CUDA kernels: tests/cuda/capi_test.cc";
+  if (std::string(wb_build_info()).find("cuda archs: none") == std::string::npos) GTEST_SKIP() << "the library has CUDA kernels: tests/cuda/capi_test.cc";
   RouterCall call;
   auto stream = sized<wb_stream>();
   stream.device_type = WB_CUDA_DEVICE;
@@ -106,6 +106,31 @@ TEST(CApiErrors, DeviceMemoryAndStreamsAreRefusedByACpuLibrary) {
   EXPECT_EQ(call.run(), WB_UNSUPPORTED);
   EXPECT_THAT(wb_last_error(), HasSubstr("outputs.route: device_type is 1"));
   EXPECT_EQ(call.memory.ids[0], -1);
+
+  float value = -7;
+  const auto on_device = [&](std::int32_t dtype, std::int32_t rank) {
+    wb_tensor t{};
+    t.data = &value, t.dtype = dtype, t.rank = rank, t.device_type = WB_CUDA_DEVICE;
+    for (std::int32_t axis = 0; axis < rank; ++axis) t.shape[axis] = 1;
+    return t;
+  };
+  auto args = sized<wb_grouped_gemm_args>();
+  args.a = args.y = on_device(WB_F32, 2), args.weights = on_device(WB_F32, 3), args.offsets = on_device(WB_I32, 1);
+  for (const auto product : {wb_grouped_gemm, wb_grouped_gemm_dgrad, wb_grouped_gemm_wgrad}) {
+    EXPECT_EQ(product(&args, nullptr), WB_UNSUPPORTED);
+    EXPECT_STREQ(wb_last_error(), "args.a: device_type is 1 (CUDA, device 0), this library computes on the CPU (0)");
+  }
+  EXPECT_EQ(wb_group_rows(nullptr, &args.offsets, nullptr, 1, nullptr), WB_UNSUPPORTED);
+  EXPECT_THAT(wb_last_error(), HasSubstr("offsets: device_type is 1"));
+  auto config = sized<wb_quant_config>();
+  ASSERT_EQ(wb_quant_config_init(&config, sizeof config), WB_OK);
+  auto codes = sized<wb_quantized>();
+  codes.codes = codes.scales = on_device(WB_U8, 2);
+  EXPECT_EQ(wb_quantize(&config, &args.a, nullptr, &codes, nullptr), WB_UNSUPPORTED);
+  EXPECT_THAT(wb_last_error(), HasSubstr("x: device_type is 1"));
+  EXPECT_EQ(wb_dequantize(&config, &codes, nullptr, &args.y, nullptr), WB_UNSUPPORTED);
+  EXPECT_THAT(wb_last_error(), HasSubstr("y: device_type is 1"));
+  EXPECT_EQ(value, -7);
 }
 
 TEST(CApiErrors, RefusedCallsWriteNothing) {
