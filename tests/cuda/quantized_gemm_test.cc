@@ -142,24 +142,29 @@ TEST_F(QuantizedGemmCuda, WideFormatsAreTheProductsOfDequantisedOperands) {
 // A long group is cut into slices, whose partial sums meet in an order that the whole product decides.
 TEST_F(QuantizedGemmCuda, WgradInPartsHasTheBitsOfTheWhole) {
   const std::vector<int> counts = {6000, 0, 100, 15};
-  const std::int64_t S = offsets_of(counts).back(), L = 4, N = 256, C = 256;
+  const std::int64_t S = offsets_of(counts).back(), L = 4, N = 256, C = 256;  // both in two parts
   const Pair offs = offsets(offsets_of(counts));
   const CodedPair a = coded(mxfp8_columns(), normal(S, C, 6), offs, false), dy = coded(mxfp8_columns(), normal(S, N, 7), offs, false);
   const Pair wide_a = widened(a, offs, S, C), wide_dy = widened(dy, offs, S, N);
-  for (const bool accumulate : {false, true}) {
-    for (const DType dtype : {DType::kF32, DType::kBF16}) {
-      if (accumulate && dtype == DType::kBF16) continue;
+  struct Case {
+    DType dtype;
+    bool accumulate;
+  };
+  for (const auto& [dtype, accumulate] : {Case{DType::kF32, false}, {DType::kF32, true}, {DType::kBF16, false}}) {
+    for (const WeightLayout layout : {WeightLayout::kLNC, WeightLayout::kLCN}) {
       const Pair dw(dtype, {L, N, C}, false), want(dtype, {L, N, C}, false);
       std::memset(dw.host.view().data, 0, dw.size()), std::memset(want.host.view().data, 0, want.size());
       dw.upload(), want.upload();
       QuantizedWgradArgs args;
       args.a = {a.config, a.gpu()}, args.dy = {dy.config, dy.gpu()}, args.offsets = offs.gpu(), args.d_weights = dw.gpu(), args.accumulate = accumulate;
+      args.layout = layout;
       const Guarded room(quantized_gemm_workspace(args));
       EXPECT_LE(room.bytes, static_cast<std::size_t>(S * std::max(N, C)) * 2 + 512);
       args.workspace = room.workspace();
       quantized_gemm_wgrad(args, kStream);
       GroupedGemmWgradArgs plain;
       plain.a = wide_a.gpu(), plain.dy = wide_dy.gpu(), plain.offsets = offs.gpu(), plain.d_weights = want.gpu(), plain.accumulate = accumulate;
+      plain.layout = layout;
       grouped_gemm_wgrad(plain, kStream);
       EXPECT_TRUE(dw.downloaded() == want.downloaded()) << to_string(dtype) << (accumulate ? " accumulated" : "");
       room.expect_whole();
