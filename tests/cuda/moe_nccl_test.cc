@@ -25,9 +25,9 @@ struct NcclMoe {
     const int device = world.device(), P = world.size();
     const std::int64_t L = c.L(P), T = c.T_max;
     const mt::RankWeights local = mt::slice(c, P, world.rank(), weights);
-    const auto add = [&](TensorView& w, TensorView& g, std::initializer_list<std::int64_t> shape, const std::vector<float>& values) {
-      tensors.emplace_back(DType::kBF16, shape, device), tensors.back().set(values), w = tensors.back().view;
-      tensors.emplace_back(DType::kF32, shape, device), g = tensors.back().view;
+    const auto add = [&](TensorView& weight, TensorView& gradient, std::initializer_list<std::int64_t> shape, const std::vector<float>& values) {
+      tensors.emplace_back(DType::kBF16, shape, device), tensors.back().set(values), weight = tensors.back().view;
+      tensors.emplace_back(DType::kF32, shape, device), gradient = tensors.back().view;
     };
     add(w.gate, g.gate, {c.E, c.H}, local.w.gate);
     add(w.w1, g.w1, {L, c.inner_width(), c.H}, local.w.w1), add(w.w2, g.w2, {L, c.H, c.F}, local.w.w2);
