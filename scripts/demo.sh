@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# From a fresh clone to a trained model and its report: installs, builds the command, trains configs/demo.toml on 4 ranks.
+# From a fresh clone to a trained model and its report: installs, builds the command, trains configs/demo.toml on 4 ranks, on a GPU where there is one
+# and nvcc to build for it.
 #   scripts/demo.sh [--text FILE|FOLDER] [--out RUN_FOLDER] [--set key=value]...
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 start_folder=$PWD
 
-usage() { sed -n '3,4s/^# *//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '3,5s/^# *//p' "${BASH_SOURCE[0]}"; }
 die() { printf 'demo: %s\n' "$*" >&2; exit 2; }
 absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$start_folder" "$1" ;; esac; }
 
@@ -26,10 +27,14 @@ seconds_at_start=$SECONDS
 cd "$root"
 bash scripts/setup.sh demo
 
-printf 'building the waybill command (build/release)\n'
+cuda=OFF
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  if command -v nvcc >/dev/null || [ -n "${CUDACXX:-}" ]; then cuda=ON; else printf 'a GPU is there but no nvcc on PATH: building for the CPU\n' >&2; fi
+fi
+printf 'building the waybill command (build/release, CUDA %s)\n' "$cuda"
 build_log=$(mktemp)
 trap 'rm -f "$build_log"' EXIT
-if ! cmake --preset release >"$build_log" 2>&1; then
+if ! cmake --preset release -DWAYBILL_CUDA=$cuda >"$build_log" 2>&1; then
   cat "$build_log" >&2
   die "configuration failed"
 fi

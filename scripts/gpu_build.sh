@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
-#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,fp8,quantize}, bench_cuda_activation, test_cuda_{fabric,moe}, bench_cuda_moe_phases (default: all)
+#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,fp8,quantize}, bench_cuda_activation, test_cuda_{fabric,moe,model,training}, bench_cuda_moe_phases (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
 # WAYBILL_NCCL_INCLUDE: a folder with NCCL's headers, where the compiler does not find them by itself; without them test_cuda_nccl is left out.
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
@@ -29,6 +29,8 @@ gemm="$loads $(ls src/ops/activation/*.cc src/ops/activation/cuda/*.cc src/ops/a
 fp8="$(ls src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) src/ops/gemm/cuda/grouped_launch.cc tests/cuda/fp8_reference.cc tests/cuda/fp8_reference.cu tests/cuda/gemm_reference.cc tests/cuda/gemm_reference.cu"
 quantize="$(ls src/ops/quantize/*.cc src/ops/quantize/cuda/*.cc src/ops/quantize/cuda/*.cu)"
 layer=$(printf '%s\n' $exchange $router $gemm src/core/phase.cc src/balance/balance.cc src/moe/*.cc src/moe/cuda/*.cc src/moe/cuda/*.cu src/ops/gemm/*.cc src/ops/quantize/*.cc | grep -v tests/ | sort -u)
+model="$(ls src/ops/model/*.cc src/ops/optimizer/*.cc src/ops/model/cuda/*.cu src/ops/optimizer/cuda/*.cu src/ops/gemm/*.cc src/ops/activation/*.cc | grep -v quantized)"
+language=$(printf '%s\n' $layer $model src/model/*.cc src/model/cuda/*.cc src/model/cuda/*.cu | sort -u)
 declare -A sources=(
   [test_cuda_router]="$core $router tests/cuda/router_forward_test.cc tests/cuda/router_backward_test.cc tests/cuda/router_cases_test.cc tests/cuda/router_sums_test.cc tests/cuda/gate_test.cc
     src/capi/guard.cc src/capi/convert.cc src/capi/router_capi.cc tests/cuda/capi_test.cc tests/cuda/main.cc"
@@ -40,6 +42,8 @@ declare -A sources=(
   [bench_cuda_fp8]="$core $fp8 $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
   [test_cuda_quantized_gemm]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/quantized_gemm_test.cc tests/cuda/main.cc"
   [bench_cuda_quantized]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/gemm_spin.cu bench/cuda/quantized_bench.cc"
+  [test_cuda_model]="$core $model tests/cuda/model_kernels_test.cc tests/cuda/optimizer_kernels_test.cc tests/cuda/main.cc"
+  [test_cuda_training]="$core $language tests/cuda/device_model_test.cc tests/cuda/main.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
   [bench_cuda_router]="$core $router src/balance/workload.cc bench/cuda/router_bench.cc"
@@ -57,7 +61,7 @@ if [ -n "${GPU_BUILD_LIST:-}" ]; then  # the sources of a program
   exit 0
 fi
 programs=("$@")
-[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe bench_cuda_router bench_cuda_exchange bench_cuda_negative bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases)
+[ ${#programs[@]} -gt 0 ] || programs=(test_cuda_router test_cuda_fabric test_cuda_exchange ${nccl:+test_cuda_nccl} test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe test_cuda_model test_cuda_training bench_cuda_router bench_cuda_exchange bench_cuda_negative bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases)
 all=
 for program in "${programs[@]}"; do
   for file in ${sources[$program]}; do [ -f "$file" ] && all+=" $file"; done

@@ -25,6 +25,7 @@ struct LayerHeader {
 
 struct RunHeader {
   std::string name, text, created;  // created: ISO 8601, UTC
+  std::string device = "cpu";       // "2 x NVIDIA H200"
   int W = 1, cores = 1, threads_per_rank = 1;
   std::uint64_t seed = 0;
   std::int64_t steps = 0, first_step = 0;  // planned in all; done before this start (resumed run)
@@ -46,12 +47,17 @@ struct LayerMetrics {
   std::int64_t hottest_expert = 0;
   double aux = 0, sequence = 0, global = 0, z = 0;
   std::int64_t nonfinite_rows = 0, short_rows = 0;
+  // GPU runs only, from the device's counters; else empty.
+  std::vector<std::int64_t> rank_rows;                    // rows received per rank
+  std::int64_t min_expert_rows = 0, max_expert_rows = 0;  // slots of the emptiest and the fullest expert in the last micro-batch
+  std::int64_t slot_demand = 0, row_demand = 0;           // the largest of any rank and micro-batch
 };
 
 struct StepMetrics {
   std::int64_t step = 0;  // 1 for the first update
   double loss = 0, aux_loss = 0, learning_rate = 0, grad_norm = 0, clip_scale = 1;
-  bool valid = true;        // false: the update was skipped (gradient not finite)
+  bool valid = true;        // false: the update was skipped (gradient not finite, or a receive budget exceeded)
+  bool overflowed = false;  // it was the budget
   std::int64_t reruns = 0;  // of this step, after receive overflows
   std::int64_t total_reruns = 0, total_skipped = 0;
   double receive_factor = 0;  // the largest over layers; 0 = worst case

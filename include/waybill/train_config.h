@@ -19,6 +19,12 @@ namespace waybill {
 // A scalar of a config file.
 using ConfigValue = std::variant<bool, std::int64_t, double, std::string>;
 
+enum class TrainDevice : std::uint8_t {
+  kAuto = 0,  // the GPU where one is there, this build has CUDA and the GPU path does what the config asks for; else the CPU, with a log line
+  kCpu = 1,
+  kCuda = 2,  // the GPU, or an error that says why not
+};
+
 struct TrainSettings {
   std::uint64_t seed = 1;
   std::int64_t steps = 1000;
@@ -41,7 +47,11 @@ struct TrainSettings {
   std::int64_t max_skipped = 20;  // steps in a row without an update (loss or gradient not finite), then the run ends; 0 = never
   std::int64_t max_reruns = 8;    // of one step after receive overflows; then the worst-case budget is used
   double timeout_s = 300;         // of a cross-rank wait
-  bool measure_ceiling = true;    // time a large fp32 matmul at start; MFU is given against it
+  bool measure_ceiling = true;    // time a large fp32 matmul at start; MFU is given against it (CPU only)
+  TrainDevice device = TrainDevice::kAuto;
+  std::int64_t gpus = 1;                  // that the W ranks lie on; W must divide by it
+  std::int64_t overflow_check_every = 1;  // GPU: steps between reads of what steps came to. An exceeded budget skips the update on the GPU at once;
+                                          // at 1 the step is also computed again at the demand seen
 };
 
 struct ParallelSettings {

@@ -135,6 +135,10 @@ void add_run_keys(std::vector<RunKey>& keys) {
   add(integer_key<R>("train.max_reruns", 1, 1000, "of a step after overflows, before the worst-case budget is used", WB_REF(train.max_reruns)));
   add(real_key<R>("train.timeout_s", 1, 1e6, "seconds a rank waits for another", WB_REF(train.timeout_s)));
   add(bool_key<R>("train.measure_ceiling", "time a large fp32 matmul at start", WB_REF(train.measure_ceiling)));
+  add(choice_key<R>("train.device", {"auto", "cpu", "cuda"}, "auto: a GPU where there is one that can train this", WB_REF(train.device)));
+  add(integer_key<R>("train.gpus", 1, 8, "GPUs that the ranks lie on", WB_REF(train.gpus)));
+  add(integer_key<R>("train.overflow_check_every", 1, 1000, "GPU: steps between reads of overflows and metrics; above 1 an overflow is not computed again",
+                     WB_REF(train.overflow_check_every)));
   add(text_key<R>("data.text", "text file or folder, tokens are bytes", WB_REF(data.text)));
   add(text_key<R>("data.bin", "file of uint16 or uint32 tokens", WB_REF(data.bin)));
   add(text_key<R>("data.dtype", "of data.bin; empty = as BIN.json says", WB_REF(data.dtype)));

@@ -40,19 +40,26 @@ json to_json(const ExchangeBytes& b) {
 }
 
 json to_json(const LayerMetrics& m) {
-  return {{"layer", m.layer},
-          {"counts", m.counts},
-          {"experts_per_bin", m.experts_per_bin},
-          {"rank_slots", m.rank_slots},
-          {"max_over_mean", m.max_over_mean},
-          {"rank_imbalance", m.rank_imbalance},
-          {"hottest_expert", m.hottest_expert},
-          {"aux", finite(m.aux)},
-          {"sequence", finite(m.sequence)},
-          {"global", finite(m.global)},
-          {"z", finite(m.z)},
-          {"nonfinite_rows", m.nonfinite_rows},
-          {"short_rows", m.short_rows}};
+  json out{{"layer", m.layer},
+           {"counts", m.counts},
+           {"experts_per_bin", m.experts_per_bin},
+           {"rank_slots", m.rank_slots},
+           {"max_over_mean", m.max_over_mean},
+           {"rank_imbalance", m.rank_imbalance},
+           {"hottest_expert", m.hottest_expert},
+           {"aux", finite(m.aux)},
+           {"sequence", finite(m.sequence)},
+           {"global", finite(m.global)},
+           {"z", finite(m.z)},
+           {"nonfinite_rows", m.nonfinite_rows},
+           {"short_rows", m.short_rows}};
+  if (m.rank_rows.empty()) return out;
+  out["rank_rows"] = m.rank_rows;
+  out["min_expert_rows"] = m.min_expert_rows;
+  out["max_expert_rows"] = m.max_expert_rows;
+  out["slot_demand"] = m.slot_demand;
+  out["row_demand"] = m.row_demand;
+  return out;
 }
 
 json to_json(const StepMetrics& m) {
@@ -94,6 +101,7 @@ json to_json(const RunHeader& h) {
           {"version", version()},
           {"name", h.name},
           {"created", h.created},
+          {"device", h.device},
           {"world", h.W},
           {"cores", h.cores},
           {"threads_per_rank", h.threads_per_rank},

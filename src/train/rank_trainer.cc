@@ -19,19 +19,11 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint64_t kRoundingStream = 0x726f756e64696e67ull;  // of a run's random numbers: stochastic rounding
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// The factor that captured mode starts from; 0 in eager mode, where nothing can overflow.
-double initial_factor(const ModelConfig& model) {
-  double factor = 0;
-  for (const LayerConfig& layer : model.layers) {
-    if (layer.is_moe && layer.moe.mode == ExchangeMode::kCaptured) factor = std::max(factor, layer.moe.receive_factor > 0 ? layer.moe.receive_factor : 1.5);
-  }
-  return factor;
-}
-
 }  // namespace
 
 RankTrainer::RankTrainer(const RunConfig& config, Fabric& world, ThreadPool* pool)
     : config_(config), world_(world), pool_(pool), model_(config.model, world, config.train.seed, pool), states_(make_optimizer_states(model_.parameters())) {
+  info_ = initial_info(config);
   const std::int64_t B = config.train.global_batch / (config.train.micro_batches * world.size());
   for (std::int64_t m = 0; m < config.train.micro_batches; ++m)
     micro_batches_.emplace_back(DType::kI32, std::initializer_list<std::int64_t>{B, config.model.seq_len + 1});
@@ -40,12 +32,6 @@ RankTrainer::RankTrainer(const RunConfig& config, Fabric& world, ThreadPool* poo
     loads_.push_back(Tensor::zeros(DType::kI64, {config.model.layers[i].moe.E}));
     load_layers_.push_back(static_cast<std::int64_t>(i));
   }
-  info_.seed = config.train.seed;
-  info_.W = config.parallel.W();
-  info_.P = config.parallel.P;
-  info_.receive_factor = initial_factor(config.model);
-  info_.config = to_toml(config);
-  info_.model_config = model_toml(config);
 }
 
 StepMetrics RankTrainer::step(const Dataset& data, std::int64_t step) {
@@ -169,29 +155,8 @@ double RankTrainer::evaluate(const Dataset& data, std::int64_t count) {
   return sum / static_cast<double>(n);
 }
 
-std::vector<CheckpointTensor> RankTrainer::tensors() {
-  std::vector<CheckpointTensor> list;
-  std::vector<Parameter>& parameters = model_.parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const Parameter& p = parameters[i];
-    const auto add = [&](const std::string& prefix, const Tensor& tensor) {
-      list.push_back({prefix + p.name, tensor, p.is_expert, p.expert_begin, p.num_experts});
-    };
-    add("", p.value);
-    if (!p.trainable) continue;
-    add("optimizer.m.", states_[i].m);
-    add("optimizer.v.", states_[i].v);
-  }
-  for (std::size_t i = 0; i < loads_.size(); ++i) list.push_back({fmt::format("layers.{}.moe.load", load_layers_[i]), loads_[i], false, 0, 0});
-  return list;
-}
-
 bool RankTrainer::is_finite() {
-  std::int64_t bad[] = {0};
-  for (const Parameter& p : model_.parameters()) {
-    const float* values = p.value.as<float>();
-    if (!std::all_of(values, values + p.value.size(), [](float value) { return std::isfinite(value); })) bad[0] = 1;
-  }
+  std::int64_t bad[] = {all_finite(model_.parameters()) ? 0 : 1};
   world_.all_reduce(std::span<std::int64_t>(bad), ReduceOp::kMax, "train.finite");
   return bad[0] == 0;
 }
@@ -214,20 +179,6 @@ void RankTrainer::load(const std::string& path) {
     info_.receive_factor = std::min(saved.receive_factor, static_cast<double>(world_.size()));
     model_.set_receive_factor(info_.receive_factor);
   }
-}
-
-std::int64_t RankTrainer::num_parameters(bool active) {
-  double sum = 0;
-  for (const Parameter& p : model_.parameters()) {
-    auto size = static_cast<double>(p.value.size());
-    if (p.is_expert) {
-      size *= static_cast<double>(p.num_experts) / static_cast<double>(p.value.dim(0));
-      const MoeConfig& moe = config_.model.layers[static_cast<std::size_t>(p.layer)].moe;
-      if (active) size *= static_cast<double>(moe.K) / static_cast<double>(moe.E);
-    }
-    sum += size;
-  }
-  return std::llround(sum);
 }
 
 }  // namespace waybill

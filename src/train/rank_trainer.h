@@ -2,51 +2,33 @@
 // One rank of a run: model, optimizer state and counters, with the collective steps that the loop is made of.
 #pragma once
 
-#include <cstdint>
-#include <span>
-#include <string>
-#include <vector>
-
-#include "waybill/checkpoint.h"
-#include "waybill/data.h"
-#include "waybill/language_model.h"
-#include "waybill/metrics.h"
-#include "waybill/optimizer.h"
-#include "waybill/train_config.h"
+#include "step_trainer.h"
 
 namespace waybill {
 
-class RankTrainer {
+class RankTrainer final : public StepTrainer {
  public:
   RankTrainer(const RunConfig& config, Fabric& world, ThreadPool* pool);
 
   // Update number `step` (0 for the first). A step whose receive budget overflowed is computed again with a larger one before
   // anything is updated; a step whose gradient is not finite changes nothing. Metrics are complete on every rank.
   StepMetrics step(const Dataset& data, std::int64_t step);
-  // Mean held-out loss over `count` sequences (0 or too many: all of them). A batch whose receive budget overflowed is computed again with
-  // a larger one, which stays.
-  double evaluate(const Dataset& data, std::int64_t count);
-
-  // Saves the routes of every MoE layer and micro-batch at the first step and at every `every`-th: see TrainOptions.
-  void record_routes(const std::string& run_dir, std::int64_t every);
-
-  // Every weight is a number, on every rank. Collective.
-  bool is_finite();
-  std::string save(const std::string& folder);
-  void load(const std::string& path);
-
-  std::int64_t steps_done() const { return info_.step; }
-  const CheckpointInfo& info() const { return info_; }
-  LanguageModel& model() { return model_; }
-  // Parameters of the whole model, each once; `active`: those one token uses.
-  std::int64_t num_parameters(bool active);
+  std::vector<StepMetrics> advance(const Dataset& data, std::int64_t number) override { return {step(data, number)}; }
+  double evaluate(const Dataset& data, std::int64_t count) override;
+  void record_routes(const std::string& run_dir, std::int64_t every) override;
+  bool is_finite() override;
+  std::string save(const std::string& folder) override;
+  void load(const std::string& path) override;
+  const CheckpointInfo& info() const override { return info_; }
+  LanguageModel& model() override { return model_; }
+  std::int64_t num_parameters(bool active) override { return count_parameters(config_.model, model_.parameters(), active); }
 
  private:
   StepStats forward_backward(const Dataset& data, std::int64_t step, StepMetrics& metrics);
   void raise_receive_factor(const StatusWord& status, std::int64_t attempt);
   double evaluate_batch(const TensorView& tokens);
   void update(const StepStats& stats, StepMetrics& metrics);
-  std::vector<CheckpointTensor> tensors();
+  std::vector<CheckpointTensor> tensors() { return checkpoint_tensors(model_.parameters(), states_, loads_, load_layers_); }
 
   const RunConfig& config_;
   Fabric& world_;

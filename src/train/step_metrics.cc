@@ -40,6 +40,8 @@ std::vector<std::int64_t> binned(const std::vector<std::int64_t>& counts, std::i
   return bins;
 }
 
+}  // namespace
+
 LayerMetrics layer_metrics(const MoeLayerStats& stats) {
   LayerMetrics m;
   m.layer = stats.layer;
@@ -56,8 +58,6 @@ LayerMetrics layer_metrics(const MoeLayerStats& stats) {
   m.short_rows = stats.short_rows;
   return m;
 }
-
-}  // namespace
 
 void reduce_metrics(const StepStats& stats, double step_seconds, Fabric& world, StepMetrics& metrics) {
   StepStats total = stats;

@@ -15,6 +15,7 @@
 #include "rank_trainer.h"
 #include "run_folder.h"
 #include "sampler.h"
+#include "select_device.h"
 #include "waybill/error.h"
 #include "waybill/model_math.h"
 
@@ -91,7 +92,10 @@ class Recorder {
       observer_->on_note(fmt::format("step {}: a receive budget overflowed; computed again {} time(s), receive factor now {:.3f}", metrics.step, metrics.reruns,
                                      metrics.receive_factor));
     }
-    if (!metrics.valid) observer_->on_note(fmt::format("step {}: gradient norm {} is not finite, update skipped", metrics.step, metrics.grad_norm));
+    if (metrics.overflowed && !metrics.valid)
+      observer_->on_note(fmt::format("step {}: a receive budget overflowed, update skipped", metrics.step));
+    else if (!metrics.valid)
+      observer_->on_note(fmt::format("step {}: gradient norm {} is not finite, update skipped", metrics.step, metrics.grad_norm));
     observer_->on_step(metrics);
     result_.train_loss = metrics.loss;
     result_.reruns = metrics.total_reruns;
@@ -120,11 +124,12 @@ class Recorder {
   RunHeader header_;
 };
 
-RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEntropy& entropy, double ceiling, const Fabric& world, RankTrainer& trainer) {
+RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEntropy& entropy, double ceiling, const Fabric& world, StepTrainer& trainer) {
   RunHeader header;
   header.name = config.name;
   header.text = config.data.description();
   header.created = utc_now();
+  header.device = trainer.device();
   header.W = config.parallel.W();
   header.cores = num_usable_cores();
   header.threads_per_rank = threads_per_rank(config, world);
@@ -149,7 +154,7 @@ RunHeader make_header(const RunConfig& config, const Dataset& data, const TextEn
 class Loop {
  public:
   // `resumed`: the checkpoint the run goes on from, or empty.
-  Loop(const RunConfig& config, const TrainOptions& options, const Dataset& data, Fabric& world, RankTrainer& trainer, Recorder* recorder,
+  Loop(const RunConfig& config, const TrainOptions& options, const Dataset& data, Fabric& world, StepTrainer& trainer, Recorder* recorder,
        const std::string& resumed)
       : config_(config),
         options_(options),
@@ -163,16 +168,18 @@ class Loop {
   // True when the run reached its last step, false when it was stopped.
   bool run() {
     while (trainer_.steps_done() < config_.train.steps) {
-      const StepMetrics metrics = step();
-      if (config_.train.max_skipped > 0 && skipped_in_a_row_ >= config_.train.max_skipped) give_up(metrics);
+      absorb(trainer_.advance(data_, trainer_.steps_done()));
+      if (due(config_.train.eval_every) || due(config_.train.checkpoint_every) || trainer_.steps_done() == config_.train.steps) absorb(trainer_.settle());
+      if (config_.train.max_skipped > 0 && skipped_in_a_row_ >= config_.train.max_skipped) give_up(last_);
       if (due(config_.train.eval_every) && trainer_.steps_done() < config_.train.steps) evaluate(config_.train.eval_sequences);
       // The last update may be what broke the steps after it: while they are skipped, older checkpoints are not replaced.
-      if (due(config_.train.checkpoint_every) && metrics.valid) save();
+      if (due(config_.train.checkpoint_every) && last_.valid) save();
       if (stop_requested()) {
+        absorb(trainer_.settle());
         save();
         return trainer_.steps_done() >= config_.train.steps;
       }
-      if (trainer_.steps_done() == config_.train.steps && good_step_ == 0 && config_.train.max_skipped > 0) give_up(metrics);
+      if (trainer_.steps_done() == config_.train.steps && good_step_ == 0 && config_.train.max_skipped > 0) give_up(last_);
     }
     WB_CHECK(save() || config_.train.max_skipped == 0, "step {}: the weights are not finite; {}", trainer_.steps_done(), kept_checkpoint());
     return true;
@@ -189,12 +196,13 @@ class Loop {
 
  private:
   bool due(std::int64_t every) const { return every > 0 && trainer_.steps_done() % every == 0; }
-  StepMetrics step() {
-    StepMetrics metrics = trainer_.step(data_, trainer_.steps_done());
-    if (recorder_ != nullptr) recorder_->step(metrics);
-    skipped_in_a_row_ = metrics.valid ? 0 : skipped_in_a_row_ + 1;
-    if (metrics.valid) good_step_ = metrics.step;
-    return metrics;
+  void absorb(std::vector<StepMetrics> known) {
+    for (StepMetrics& metrics : known) {
+      if (recorder_ != nullptr) recorder_->step(metrics);
+      skipped_in_a_row_ = metrics.valid ? 0 : skipped_in_a_row_ + 1;
+      if (metrics.valid) good_step_ = metrics.step;
+      last_ = std::move(metrics);
+    }
   }
   // The weights of the last good step are saved, then the run ends.
   [[noreturn]] void give_up(const StepMetrics& metrics) {
@@ -226,14 +234,15 @@ class Loop {
   const TrainOptions& options_;
   const Dataset& data_;
   Fabric& world_;
-  RankTrainer& trainer_;
+  StepTrainer& trainer_;
   Recorder* recorder_;
   std::int64_t saved_step_;
   std::string saved_path_;
   std::int64_t skipped_in_a_row_ = 0, good_step_ = 0;
+  StepMetrics last_;  // the newest that is known
 };
 
-std::string make_sample(const RunConfig& config, Fabric& world, RankTrainer& trainer) {
+std::string make_sample(const RunConfig& config, Fabric& world, StepTrainer& trainer) {
   const bool is_bytes = !config.data.text.empty();
   const auto prompt = encode_prompt(config.train.sample_prompt, config.model.vocab, is_bytes);
   const auto tokens = continue_tokens(trainer.model(), world, prompt, config.train.sample_tokens, config.train.sample_temperature, config.train.seed);
@@ -246,6 +255,7 @@ struct Shared {
   const Dataset& data;
   const ResumePoint& resume;
   double ceiling;
+  bool on_gpu;  // one thread drives all ranks
   TrainObserver* observer;
   TrainResult& result;  // written by rank 0
 };
@@ -254,7 +264,9 @@ void run_rank(const Shared& shared, Fabric& world) {
   const auto start = Clock::now();
   const RunConfig& config = shared.config;
   ThreadPool pool(threads_per_rank(config, world));
-  RankTrainer trainer(config, world, &pool);
+  const std::unique_ptr<StepTrainer> owner =
+      shared.on_gpu ? detail::g_train_device_backend->make(config, world, &pool) : std::make_unique<RankTrainer>(config, world, &pool);
+  StepTrainer& trainer = *owner;
   if (!shared.resume.path.empty()) trainer.load(shared.resume.path);
   if (shared.options.record_routes_every > 0) trainer.record_routes(shared.options.run_dir, shared.options.record_routes_every);
   TrainResult& result = shared.result;
@@ -292,11 +304,13 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
   std::unique_ptr<RunLock> lock;  // held by rank 0 until the run has ended
   ResumePoint resume;
   double ceiling = 0;
+  bool on_gpu = false;
   const auto prepare = [&] {
     validate(config);
     WB_CHECK(world == nullptr || world->size() == config.parallel.W(), "{} processes were started, but the config says P = {}, D = {}: it needs {}",
              world->size(), config.parallel.P, config.parallel.D, config.parallel.W());
-    check_memory(config, world == nullptr ? config.parallel.W() : 1);
+    on_gpu = choose_gpu(config, options);
+    if (!on_gpu) check_memory(config, world == nullptr ? config.parallel.W() : 1);
     data.emplace(Dataset::load(config.data, config.model.vocab, config.model.seq_len));
     if (options.resume) {
       if (is_root) lock = lock_run_folder(options.run_dir);
@@ -304,7 +318,7 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
     } else if (is_root) {
       lock = create_run_folder(options.run_dir, config);
     }
-    if (is_root && config.train.measure_ceiling) ceiling = measure_matmul_ceiling();
+    if (is_root && !on_gpu && config.train.measure_ceiling) ceiling = measure_matmul_ceiling();
   };
   // One rank's refusal (a file that only its host lacks) is every rank's.
   if (world != nullptr)
@@ -313,12 +327,12 @@ TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObs
     prepare();
   TrainResult result;
   result.entropy = data->entropy();
-  const Shared shared{config, options, *data, resume, ceiling, observer, result};
+  const Shared shared{config, options, *data, resume, ceiling, on_gpu, observer, result};
   if (world != nullptr)
     run_rank(shared, *world);
   else
     run_ranks(
-        config.parallel.W(), [&shared](Fabric& fabric) { run_rank(shared, fabric); }, fabric_options(config));
+        on_gpu ? 1 : config.parallel.W(), [&shared](Fabric& fabric) { run_rank(shared, fabric); }, fabric_options(config));
   result.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return result;
 }

@@ -15,30 +15,11 @@
 #include "core/cuda/device_buffer.h"
 #include "core/cuda/graph.h"
 #include "core/cuda/status_device.h"
+#include "cuda/needs_gpu.h"
 #include "ops/router/cuda/router_cuda.h"
 #include "waybill/router.h"
 
 namespace waybill::cuda {
-
-inline bool has_gpu() {
-  int count = 0;
-  const bool found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-  (void)cudaGetLastError();
-  return found;
-}
-// The machine's GPUs, at most `limit` of them.
-inline std::vector<int> all_devices(int limit) {
-  int count = 0;
-  (void)cudaGetDeviceCount(&count);
-  (void)cudaGetLastError();
-  std::vector<int> devices;
-  for (int device = 0; device < std::min(count, limit); ++device) devices.push_back(device);
-  return devices;
-}
-#define WB_NEEDS_GPU()              \
-  if (::waybill::cuda::has_gpu()) { \
-  } else                            \
-    GTEST_SKIP() << "needs a GPU"
 
 // A problem in host memory. Logits are kept in fp32 and rounded to `dtype` on both sides.
 struct RouterProblem {

@@ -26,6 +26,7 @@
 #include "waybill/version.h"
 #if defined(WAYBILL_WITH_CUDA)
 #include "ops/router/cuda/router_cuda.h"
+#include "train/cuda/device_trainer.h"
 #endif
 
 namespace {
@@ -119,6 +120,7 @@ int main(int argc, char** argv) {
   wire_log();
 #if defined(WAYBILL_WITH_CUDA)
   waybill::cuda::register_router();
+  waybill::cuda::register_training();
 #endif
   register_commands(app);
   const int code = run(app, argc, argv);

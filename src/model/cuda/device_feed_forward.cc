@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// DevicePart's feed-forward halves: the steps of src/model/feed_forward.cc.
+#include <algorithm>
+
+#include "model/cuda/device_part.h"
+#include "ops/model/cuda/model_kernels.h"
+#include "waybill/activation.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr ActivationConfig kSwiGLU{};
+
+}  // namespace
+
+void DevicePart::make_experts(const std::vector<MoeConfig>& configs, const LocalRanks& ranks, const BookWindow& book) {
+  experts_.clear();
+  for (const MoeConfig& config : configs) {
+    DeviceMoeOptions options;
+    options.on_phase = [this](Phase phase, cudaStream_t) { mark(phase); };
+    Experts& e = experts_.emplace_back();
+    e.layer = std::make_unique<DeviceMoeLayer>(config, ranks, share_.device, book, options);
+    e.step = e.layer->make_step();
+  }
+}
+
+void DevicePart::feed_forward(std::size_t layer, const Forward& options) {
+  const DeviceGuard guard(share_.device);
+  mark(Phase::kDense);
+  DeviceLayerSaved& s = saved_[layer];
+  const std::int64_t H = config_.H;
+  norm(s.x_mid.as<float>(), list_.layers[layer].feed_forward.norm, T_, H, normed_.data(), true, s.ff_rstd.as<float>());
+  if (!config_.layers[layer].is_moe) return dense_forward(layer);
+  const auto W = static_cast<std::size_t>(share_.num_ranks);
+  std::vector<TensorView> x, out, padding;
+  for (int r = 0; r < share_.num_ranks; ++r) {
+    x.push_back(rank_rows(normed_.data(), DType::kBF16, r)), out.push_back(rank_rows(out_.data(), DType::kF32, r));
+    const std::int64_t each = T_ / share_.num_ranks;
+    if (options.padding) padding.push_back(TensorView(padding_.as<std::uint8_t>() + r * each, DType::kU8, {each}, x[0].device));
+  }
+  DeviceMoeForward forward;
+  forward.training = options.training, forward.padding_masks = padding, forward.token_offset = options.token_offset;
+  forward.loss_tokens = options.loss_tokens, forward.loss_sequences = options.loss_sequences;
+  const std::vector<MoeTensors> values = moe_values(layer);
+  const std::size_t index = moe_index_[layer];
+  experts_[index].layer->forward(std::span(values.data(), W), x, out, experts_[index].step, forward, stream_);
+  collect(index);
+  mark(Phase::kDense);
+  float* to = layer + 1 < saved_.size() ? saved_[layer + 1].x.as<float>() : x_out_.as<float>();
+  launch_add(s.x_mid.as<float>(), out_.as<float>(), to, T_ * H, stream_);
+  check_launch("add");
+}
+
+void DevicePart::feed_forward_backward(std::size_t layer, bool first_micro_batch) {
+  const DeviceGuard guard(share_.device);
+  mark(Phase::kDense);
+  DeviceLayerSaved& s = saved_[layer];
+  const int norm_weight = list_.layers[layer].feed_forward.norm;
+  norm(s.x_mid.as<float>(), norm_weight, T_, config_.H, normed_.data(), true, nullptr);
+  to_bf16(d_.as<float>(), d_bf16_, T_ * config_.H);
+  if (config_.layers[layer].is_moe) {
+    std::vector<TensorView> x, d_out, dx;
+    for (int r = 0; r < share_.num_ranks; ++r) {
+      x.push_back(rank_rows(normed_.data(), DType::kBF16, r)), d_out.push_back(rank_rows(d_bf16_.data(), DType::kBF16, r));
+      dx.push_back(rank_rows(d_normed_.data(), DType::kF32, r));
+    }
+    const std::vector<MoeTensors> values = moe_values(layer), gradients = moe_gradients(layer);
+    Experts& e = experts_[moe_index_[layer]];
+    e.layer->backward(values, gradients, x, d_out, dx, e.step, {.accumulate = !first_micro_batch}, stream_);
+    mark(Phase::kDense);
+  } else {
+    dense_backward(layer);
+  }
+  norm_back(s.x_mid.as<float>(), norm_weight, s.ff_rstd.as<float>(), d_normed_.as<float>(), d_.as<float>(), true, T_, config_.H);
+}
+
+void DevicePart::dense_forward(std::size_t layer) {
+  DeviceLayerSaved& s = saved_[layer];
+  const model::FeedForwardParameters& at = list_.layers[layer].feed_forward;
+  const std::int64_t H = config_.H, F = config_.layers[layer].dense_F;
+  const Device device{DeviceType::kCuda, share_.device};
+  project(normed_.data(), at.w1, 2 * F, H, s.h.data(), DType::kBF16, false);
+  activation_forward(kSwiGLU, TensorView(s.h.data(), DType::kBF16, {T_, 2 * F}, device), nullptr, TensorView(a_.data(), DType::kBF16, {T_, F}, device),
+                     Stream{device, stream_.get(), nullptr});
+  float* to = layer + 1 < saved_.size() ? saved_[layer + 1].x.as<float>() : x_out_.as<float>();
+  WB_TRY_CUDA(cudaMemcpyAsync(to, s.x_mid.data(), static_cast<std::size_t>(T_ * H) * sizeof(float), cudaMemcpyDeviceToDevice, stream_));
+  project(a_.data(), at.w2, H, F, to, DType::kF32, true);
+}
+
+void DevicePart::dense_backward(std::size_t layer) {
+  DeviceLayerSaved& s = saved_[layer];
+  const model::FeedForwardParameters& at = list_.layers[layer].feed_forward;
+  const std::int64_t H = config_.H, F = config_.layers[layer].dense_F;
+  const Device device{DeviceType::kCuda, share_.device};
+  const Stream on{device, stream_.get(), nullptr};
+  const auto view = [&](const DeviceBuffer& b, std::int64_t columns) { return TensorView(b.data(), DType::kBF16, {T_, columns}, device); };
+  activation_forward(kSwiGLU, view(s.h, 2 * F), nullptr, view(a_, F), on);
+  weight_gradient(d_bf16_.data(), a_.data(), at.w2, H, F);
+  project_back(d_bf16_.data(), at.w2, H, F, da_.data(), DType::kBF16, false);
+  activation_backward(kSwiGLU, view(s.h, 2 * F), nullptr, view(da_, F), view(dh_, 2 * F), nullptr, on);
+  weight_gradient(dh_.data(), normed_.data(), at.w1, 2 * F, H);
+  project_back(dh_.data(), at.w1, 2 * F, H, d_normed_.data(), DType::kF32, false);
+}
+
+// Views of what every rank reads: replicated parameters are one tensor, experts each rank's slice.
+std::vector<MoeTensors> DevicePart::moe_values(std::size_t layer) const {
+  const model::FeedForwardParameters& at = list_.layers[layer].feed_forward;
+  const Device device{DeviceType::kCuda, share_.device};
+  std::vector<MoeTensors> all(static_cast<std::size_t>(share_.num_ranks));
+  for (int r = 0; r < share_.num_ranks; ++r) {
+    const auto view = [&](int parameter) {
+      if (parameter == model::kNone) return TensorView{};
+      const Parameter& p = list_.parameters[static_cast<std::size_t>(parameter)];
+      TensorView v = p.value.view();
+      if (p.is_expert) v = v.rows(0, p.num_experts / share_.W);
+      v.device = device, v.dtype = p.trainable ? DType::kBF16 : DType::kF32;
+      v.data = p.trainable ? static_cast<void*>(parameters_.copy(parameter) + (p.is_expert ? r * v.size() : 0)) : parameters_.value(parameter);
+      return v;
+    };
+    MoeTensors& t = all[static_cast<std::size_t>(r)];
+    t.gate = view(at.gate), t.router_bias = view(at.router_bias), t.w1 = view(at.w1), t.w2 = view(at.w2), t.b1 = view(at.b1), t.b2 = view(at.b2);
+    t.shared_w1 = view(at.shared_w1), t.shared_w2 = view(at.shared_w2), t.latent_down = view(at.latent_down), t.latent_up = view(at.latent_up);
+  }
+  return all;
+}
+
+void* DevicePart::rank_gradient(int parameter, int rank) const {
+  const auto found = std::find_if(rank_gradients_.begin(), rank_gradients_.end(), [&](const RankGradient& g) { return g.parameter == parameter; });
+  return found == rank_gradients_.end() ? parameters_.grad(parameter) : found->memory.as<float>() + rank * found->size;
+}
+
+std::vector<MoeTensors> DevicePart::moe_gradients(std::size_t layer) const {
+  const model::FeedForwardParameters& at = list_.layers[layer].feed_forward;
+  std::vector<MoeTensors> all(static_cast<std::size_t>(share_.num_ranks));
+  for (int r = 0; r < share_.num_ranks; ++r) {
+    const auto view = [&](int parameter) {
+      if (parameter == model::kNone) return TensorView{};
+      const Parameter& p = list_.parameters[static_cast<std::size_t>(parameter)];
+      TensorView v = p.value.view();
+      if (p.is_expert) v = v.rows(0, p.num_experts / share_.W);
+      v.device = Device{DeviceType::kCuda, share_.device};
+      v.data = p.is_expert ? parameters_.grad(parameter) + r * v.size() : rank_gradient(parameter, r);
+      return v;
+    };
+    MoeTensors& t = all[static_cast<std::size_t>(r)];
+    t.gate = view(at.gate), t.w1 = view(at.w1), t.w2 = view(at.w2), t.b1 = view(at.b1), t.b2 = view(at.b2);
+    t.shared_w1 = view(at.shared_w1), t.shared_w2 = view(at.shared_w2), t.latent_down = view(at.latent_down), t.latent_up = view(at.latent_up);
+  }
+  return all;
+}
+
+void DevicePart::sum_rank_gradients() {
+  const DeviceGuard guard(share_.device);
+  mark(Phase::kGradReduce);
+  for (const RankGradient& g : rank_gradients_) {
+    launch_sum_parts(g.memory.as<float>(), share_.num_ranks, parameters_.grad(g.parameter), g.size, stream_);
+    check_launch("sum_parts");
+  }
+}
+
+void DevicePart::collect(std::size_t index) {
+  CollectCall call{};
+  const Experts& e = experts_[index];
+  auto* base = record_.as<unsigned char>();
+  for (int r = 0; r < share_.num_ranks; ++r) call.reports[r] = &e.step.report(r), call.counts[r] = e.step.counts(r);
+  call.num_ranks = share_.num_ranks, call.E = e.layer->config().E, call.header = header();
+  call.layer = reinterpret_cast<LayerRecord*>(base + layout_.layer(index));
+  call.ranks = reinterpret_cast<RankRecord*>(base + layout_.rank(index, 0));
+  call.total_counts = reinterpret_cast<std::int64_t*>(base + layout_.counts[index]);
+  launch_collect(call, stream_);
+  check_launch("collect");
+}
+
+}  // namespace waybill::cuda

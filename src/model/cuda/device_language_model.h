@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// The language model (waybill/language_model.h) on the GPUs of one process: W virtual expert-parallel ranks over 1 to 8 GPUs, W a multiple of their number.
+// A step (forward, backward, reduction, AdamW, router bias) is queued by one host thread without a wait; whether it is applied is decided on the GPUs
+// (ops/optimizer/cuda/optimizer_kernels.h). What it came to is read later, from pinned memory.
+//
+// The host keeps a parameter list with all experts (P = 1), from the same seeds as the CPU model: first values come from it, checkpoints go through it.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "fabric/cuda_local/local_ranks.h"
+#include "model/cuda/device_part.h"
+#include "waybill/optimizer.h"
+
+namespace waybill::cuda {
+
+struct DeviceModelOptions {
+  std::vector<int> devices{0};
+  std::int64_t B = 1;              // sequences of a micro-batch on a rank, always that many (padded where fewer)
+  std::int64_t micro_batches = 1;  // of a step
+  int steps_in_flight = 1;         // most steps that are queued and not yet read
+  double receive_factor = 0;       // of every MoE layer; 0 = worst case
+};
+
+// A step's update, as the trainer decides it beforehand.
+struct DeviceUpdate {
+  OptimizerConfig optimizer;
+  float learning_rate = 0;
+  double clip_norm = 0;
+};
+
+struct DeviceLayerResult {
+  int layer = 0;
+  bool overflowed = false;
+  std::vector<std::int64_t> counts;                      // [E] over all ranks and micro-batches
+  std::vector<RankRecord> ranks;                         // [W]
+  std::int64_t max_slot_demand = 0, max_row_demand = 0;  // of any rank and micro-batch
+  double aux = 0, sequence = 0, global = 0, z = 0;       // over all ranks
+};
+
+struct DeviceStepResult {
+  UpdateState update{};
+  std::int64_t tokens = 0;  // with a loss, of all ranks
+  double milliseconds = 0;  // since the end of the step before, or since this one was queued
+  std::vector<DeviceLayerResult> layers;
+};
+
+class DeviceLanguageModel {
+ public:
+  using Batches = std::vector<std::vector<model::TokenBatch>>;  // [micro-batch][rank]
+
+  // Throws kUnsupported, by name, what the GPU path lacks: also before any GPU is touched, by check().
+  DeviceLanguageModel(const ModelConfig& config, int W, const model::ParameterList& list, const DeviceModelOptions& options);
+  ~DeviceLanguageModel();
+  static void check(const ModelConfig& config, int W, const DeviceModelOptions& options);
+
+  // Parameters and moments from and to the host's list; updates: optimizer updates done so far. Both wait.
+  void upload(std::span<const OptimizerState> states, std::int64_t updates);
+  void download(std::span<const OptimizerState> states) const;
+  void download_gradients() const;  // of the last step, before clipping
+
+  void queue_step(const Batches& batches, const DeviceUpdate& update);
+  std::size_t in_flight() const { return pending_.size(); }
+  // Of the oldest step in flight; waits for it.
+  DeviceStepResult finish_step();
+
+  // Sum of the losses over the ranks' tokens; changes no parameter. Waits. overflowed: a receive budget did not hold, the loss means nothing.
+  struct Evaluation {
+    double loss_sum = 0;
+    std::int64_t tokens = 0;
+    bool overflowed = false;
+  };
+  Evaluation evaluate(const std::vector<model::TokenBatch>& ranks);
+
+  // New windows of other sizes; with no step in flight. 0 = worst case.
+  void set_receive_factor(double factor);
+  ReceiveBudget budget(std::size_t moe_layer);
+  // The layers' sticky counters (rows that are not finite or short of candidates) since the last call, by MoE layer; waits.
+  std::vector<StatusWord> take_status();
+
+  // Called before work of a phase is queued on the first GPU.
+  void set_phase_observer(std::function<void(Phase, cudaStream_t)> observer);
+  cudaStream_t stream() const;  // of the first GPU
+
+ private:
+  struct Pending {
+    std::size_t slot;
+    std::int64_t tokens;
+  };
+  std::vector<MoeConfig> moe_configs() const;
+  void make_experts();
+  void forward(const std::vector<model::TokenBatch>& ranks, const DevicePart::Forward& options);
+  void backward(bool first_micro_batch);
+  void reduce();
+  void update(const DeviceUpdate& update, double loss_scale);
+  void meet();  // work queued later on any GPU waits for what was queued on all
+  void record(std::size_t slot);
+
+  ModelConfig config_;
+  const model::ParameterList& list_;
+  int W_;
+  DeviceModelOptions options_;
+  std::vector<std::unique_ptr<DevicePart>> parts_;
+  std::unique_ptr<CudaLocalGroup> group_;
+  std::vector<std::unique_ptr<CudaEvent>> meeting_;
+  // By slot and GPU: the record's copy and the event behind it. start_ marks the first step.
+  std::vector<std::vector<PinnedBuffer>> slots_;
+  std::vector<std::vector<std::unique_ptr<CudaEvent>>> done_;
+  CudaEvent start_;
+  const CudaEvent* last_end_ = nullptr;
+  std::size_t next_slot_ = 0;
+  std::deque<Pending> pending_;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+
+#include "ops/activation/cuda/activation_cuda.h"
+#include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/router/cuda/router_cuda.h"
+#include "train/cuda/device_trainer.h"
+#include "train/select_device.h"
+
+namespace waybill::cuda {
+namespace {
+
+// The first GPUs that can run the kernels of this build (sm_90).
+int num_gpus() {
+  int count = 0, usable = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  (void)cudaGetLastError();
+  for (int major = 0; usable < count; ++usable) {
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, usable) != cudaSuccess || major != 9) break;
+  }
+  return usable;
+}
+
+void check(const RunConfig& config) { DeviceLanguageModel::check(config.model, config.parallel.W(), DeviceTrainer::model_options(config)); }
+
+std::unique_ptr<StepTrainer> make(const RunConfig& config, Fabric& world, ThreadPool* pool) {
+  register_router(), register_gemm(), register_activation();
+  return std::make_unique<DeviceTrainer>(config, world, pool);
+}
+
+constexpr detail::TrainDeviceBackend kBackend = {num_gpus, check, make};
+
+}  // namespace
+
+void register_training() {
+  // Ranks on several GPUs wait for each other inside kernels, so none may be loaded at its first launch (exchange/cuda/device_exchange.h). Read when CUDA
+  // starts, and only a default.
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+  detail::g_train_device_backend = &kBackend;
+}
+
+}  // namespace waybill::cuda
