@@ -16,15 +16,15 @@ namespace {
 constexpr std::uint64_t kSeed = 11;
 constexpr std::int64_t kVocab = 64, kSeqLen = 32;
 
-// All mechanisms but auxiliary losses, whose value depends on the split over ranks.
-ModelConfig small_model(int P) {
+// All mechanisms but auxiliary losses, whose value depends on the split over ranks. K = E leaves no choice of experts that rounding could change.
+ModelConfig small_model(int P, std::int64_t K = 2) {
   ModelConfig c;
   c.vocab = kVocab, c.H = 64, c.num_heads = 4, c.num_kv_heads = 2, c.head_dim = 16, c.seq_len = kSeqLen, c.qk_norm = true, c.init_std = 0.08f;
   for (int i = 0; i < 3; ++i) {
     LayerConfig& layer = c.layers.emplace_back();
     layer.is_moe = i > 0, layer.dense_F = 96, layer.P = P;
-    layer.moe.E = 8, layer.moe.K = 2, layer.moe.F = 48, layer.moe.H = c.H, layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
-    layer.moe.router.E = 8, layer.moe.router.K = 2, layer.moe.router.score = ScoreFunction::kSigmoid, layer.moe.router.renormalise = true;
+    layer.moe.E = 8, layer.moe.K = K, layer.moe.F = 48, layer.moe.H = c.H, layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
+    layer.moe.router.E = 8, layer.moe.router.K = K, layer.moe.router.score = ScoreFunction::kSigmoid, layer.moe.router.renormalise = true;
     if (!layer.is_moe) layer.moe = MoeConfig{};
   }
   return c;
@@ -48,17 +48,17 @@ class BothSides {
  public:
   static constexpr std::int64_t kSequences = 8, kMicroBatches = 2;
 
-  explicit BothSides(int W, double receive_factor = 0)
+  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2)
       : W_(W),
         fabric_(make_single_fabric()),
-        cpu(small_model(1), *fabric_, kSeed),
+        cpu(small_model(1, K), *fabric_, kSeed),
         states(make_optimizer_states(cpu.parameters())),
-        list(model::make_parameters(small_model(1), 0, kSeed, nullptr)),
+        list(model::make_parameters(small_model(1, K), 0, kSeed, nullptr)),
         gpu_states(make_optimizer_states(list.parameters)) {
     register_router(), register_gemm(), register_activation();
     DeviceModelOptions options;
     options.B = kSequences / W, options.micro_batches = kMicroBatches, options.receive_factor = receive_factor, options.steps_in_flight = 4;
-    gpu = std::make_unique<DeviceLanguageModel>(small_model(W), W, list, options);
+    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K), W, list, options);
     gpu->upload(gpu_states, 0);
   }
 
@@ -123,11 +123,11 @@ double relative_l2(const Tensor& a, const Tensor& b) {
   return std::sqrt(difference / std::max(size, 1e-30));
 }
 
-// A gradient passes about ten roundings of 2^-9 (relative, independent): 1%; a token whose near-tied experts change places adds to the experts' and gates'.
+// A gradient passes about ten roundings of 2^-9 (relative, independent) and sums that cancel: 3%.
 TEST(DeviceModel, LossAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
   WB_NEEDS_GPU();
   for (const int W : {1, 2, 4}) {
-    BothSides both(W);
+    BothSides both(W, 0, /*K=*/8);
     double norm = 0;
     const DeviceStepResult gpu = both.gpu_step(0);
     const StepStats cpu = both.cpu_step(0, &norm);
@@ -138,10 +138,17 @@ TEST(DeviceModel, LossAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
     both.gpu->download_gradients();
     for (std::size_t i = 0; i < both.list.parameters.size(); ++i) {
       const Parameter& p = both.list.parameters[i];
-      if (!p.trainable) continue;
-      const double bound = p.is_expert || p.name.find("gate") != std::string::npos ? 0.08 : 0.03;
-      EXPECT_LE(relative_l2(p.grad, both.cpu.parameters()[i].grad), bound) << p.name << ", " << W << " ranks";
+      if (p.trainable) EXPECT_LE(relative_l2(p.grad, both.cpu.parameters()[i].grad), 0.03) << p.name << ", " << W << " ranks";
     }
+  }
+}
+
+TEST(DeviceModel, CountersAddUpAndFewChoicesDifferFromTheCpus) {
+  WB_NEEDS_GPU();
+  for (const int W : {1, 4}) {
+    BothSides both(W);
+    const DeviceStepResult gpu = both.gpu_step(0);
+    const StepStats cpu = both.cpu_step(0);
     ASSERT_EQ(gpu.layers.size(), 2u);
     for (std::size_t i = 0; i < 2; ++i) {
       std::int64_t all = 0, moved = 0;
