@@ -3,25 +3,31 @@
 # How every GPU claim of the project is made. On a machine with a GPU and CUDA: builds (or takes) the GPU programs, runs all GPU tests,
 # the compute-sanitizer on the small ones, and the benchmarks; writes bench/results/<gpu>/*.json and renders docs/performance.md.
 #
-#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--quick]
+#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--quick] [--areas LIST]
 #     --bin DIR   use the programs in DIR (built elsewhere, static) instead of building
 #     --out DIR   also copy logs and results there
 #     --quick     no sanitizer
+#     --areas LIST  benchmarks of these areas only, in this order (default: exchange,moe,router,quantize,fp8,gemm,bindings); tests always run whole
 #   scripts/gpu-check.sh --check    CI, no GPU: docs/performance.md matches the results; lists results older than the sources
 # A run with a failed check still writes its results; the page then says that they do not count.
+# Results of an area are written as soon as it is measured, so that a run that is cut short keeps what it has.
 # Environment: WAYBILL_GPU_DEPS (see scripts/gpu_build.sh), NVCC, PYTHON (the python3 that holds torch, for the peer); WAYBILL_LIBRARY and
 # WAYBILL_JAX_LIBRARY for the Python bindings.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-bin= out= quick=0
+bin= out= quick=0 areas=exchange,moe,router,quantize,fp8,gemm,bindings
 while [ $# -gt 0 ]; do
   case $1 in
     --check) exec python3 scripts/render_performance.py --check ;;
     --bin) bin=$2; shift 2 ;;
     --out) out=$2; shift 2 ;;
     --quick) quick=1; shift ;;
+    --areas) areas=$2; shift 2 ;;
     *) echo "gpu-check: unknown option $1" >&2; exit 2 ;;
   esac
+done
+for area in ${areas//,/ }; do
+  case $area in exchange | moe | router | quantize | fp8 | gemm | bindings) ;; *) echo "gpu-check: unknown area $area" >&2; exit 2 ;; esac
 done
 command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || { echo "gpu-check: no GPU found (nvidia-smi -L lists none)" >&2; exit 2; }
 work=$(mktemp -d)
@@ -41,17 +47,18 @@ start() { # name, command...: in the background; collect() reports it
   names+=("$1")
   shift
   ("$@" >"$file.log" 2>&1; echo $? >"$file.rc") &
+  pids+=($!)
 }
 collect() {
   local name file
-  wait
+  wait "${pids[@]}"
   for name in "${names[@]}"; do
     file=$(file_of "$name")
     if [ "$(cat "$file.rc")" = 0 ]; then note "$name" "passed$(python3 scripts/gtest_skips.py "$file.log")"; else note "$name" failed; tail -20 "$file.log" >&2; fi
   done
-  names=()
+  names=() pids=()
 }
-names=()
+names=() pids=()
 # The NCCL library whose version is that of the header in the programs: beside that header, torch's, or the loader's own.
 if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
   torch_nccl=$("${PYTHON:-python3}" -c 'import os, nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null)
@@ -106,85 +113,122 @@ if [ -x "$bin/test_cuda_nccl" ]; then
   start test_cuda_nccl timeout 150 "$bin/test_cuda_nccl"
   collect
 fi
-start "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl" --loads
-collect
-start "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl" --loads
-collect
-if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/bench_cuda_negative" ]; then
-  start "ablation of the exchange" "$bin/bench_cuda_negative" "$work/negative.jsonl"
+num_gpus=$(nvidia-smi -L | wc -l)
+python=${PYTHON:-python3}
+measure() { # name, program, arguments...: alone
+  start "$@"
   collect
-  cat "$work/negative.jsonl" >>"$work/exchange.jsonl"
-fi
-if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
-  start "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
-  collect
-  cat "$work/exchange_processes.jsonl" >>"$work/exchange.jsonl"
-fi
-start "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
-collect
-start "benchmark fp8" "$bin/bench_cuda_fp8" "$work/fp8.jsonl" --loads
-collect
-start "benchmark quantized gemm" "$bin/bench_cuda_quantized" "$work/quantized.jsonl"
-collect
-[ ! -s "$work/quantized.jsonl" ] || cat "$work/quantized.jsonl" >>"$work/fp8.jsonl"
-start "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl" --loads
-collect
-start "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
-collect
-start "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl" --loads
-collect
-# Times 18 to 47 ms a step and design: about three minutes. WAYBILL_MOE_OPTIONS replaces the options (--iterations 20: a short run).
-start "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:---ablation --f32}
-collect
-start "benchmark moe, loads" "$bin/bench_cuda_moe" "$work/moe_loads.jsonl" --shape sparser-ep72 --stack sparse,dense-map,padded,capacity --iterations 40 \
-  --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9
-collect
-[ ! -s "$work/moe_loads.jsonl" ] || grep -v '"evidence":"kernel"' "$work/moe_loads.jsonl" >>"$work/moe.jsonl"
-[ ! -s "$work/activation.jsonl" ] || cat "$work/activation.jsonl" >>"$work/gemm.jsonl"
-peers=
-if "${PYTHON:-python3}" bench/cuda/torch_router.py "$work/torch.jsonl" >"$work/torch.log" 2>&1; then peers=$work/torch.jsonl; else note "peer torch" "skipped: torch did not run"; fi
-grouped=
-if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads >"$work/torch_grouped.log" 2>&1; then grouped=$work/torch_grouped.jsonl; else note "peer torch grouped" "skipped: torch did not run"; fi
-fp8=
-if "${PYTHON:-python3}" bench/peers/torch_grouped.py "$work/torch_fp8.jsonl" --fp8 >"$work/torch_fp8.log" 2>&1; then fp8=$work/torch_fp8.jsonl; else note "peer torch fp8" "skipped: torch did not run"; fi
-if [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && "${PYTHON:-python3}" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" >"$work/torch_moe.log" 2>&1; then
-  cat "$work/torch_moe.jsonl" >>"$work/moe.jsonl"
-else
-  note "peer torch moe" "skipped: torch did not run, or there is one GPU"
-fi
+}
+peer() { # name, output, script and arguments...: leaves the output's path in peers where the peer ran
+  local name=$1
+  peers=$2
+  shift 2
+  "$python" "$@" >"$peers.log" 2>&1 || { peers=; note "$name" "skipped: torch did not run"; }
+}
+record() { # area, records, peers
+  (IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
+  [ ! -s "$2" ] || python3 scripts/gpu_results.py "$1" "$2" ${3:-} --checks "$work/checks.json" || failed=1
+  [ -z "$out" ] || { mkdir -p "$out" && cp bench/results/*/"$1".json "$out/" 2>/dev/null; }
+}
+append() { [ ! -s "$1" ] || cat "$1" >>"$2"; }
+
+area_exchange() {
+  measure "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl" --loads
+  if [ "$num_gpus" -gt 1 ]; then
+    measure "ablation of the exchange" "$bin/bench_cuda_negative" "$work/negative.jsonl"
+    append "$work/negative.jsonl" "$work/exchange.jsonl"
+  fi
+  if [ "$num_gpus" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
+    measure "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
+    append "$work/exchange_processes.jsonl" "$work/exchange.jsonl"
+  fi
+  record exchange "$work/exchange.jsonl"
+}
+# 18 to 47 ms a step and design: about five minutes with the peer. WAYBILL_MOE_OPTIONS, WAYBILL_MOE_LOADS and WAYBILL_MOE_PEER_OPTIONS replace the options.
+area_moe() {
+  measure "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:---ablation --f32}
+  if [ "$num_gpus" -gt 1 ]; then
+    if "$python" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" ${WAYBILL_MOE_PEER_OPTIONS:-} >"$work/torch_moe.log" 2>&1; then
+      append "$work/torch_moe.jsonl" "$work/moe.jsonl"
+    else
+      note "peer torch moe" "skipped: torch did not run"
+    fi
+  fi
+  record moe "$work/moe.jsonl"
+  measure "benchmark moe, loads" "$bin/bench_cuda_moe" "$work/moe_loads.jsonl" --shape sparser-ep72 --iterations 40 \
+    ${WAYBILL_MOE_LOADS:---stack sparse,dense-map,padded,capacity --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9}
+  [ ! -s "$work/moe_loads.jsonl" ] || grep -v '"evidence":"kernel"' "$work/moe_loads.jsonl" >>"$work/moe.jsonl"
+  measure "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
+  record moe "$work/moe.jsonl"
+}
+area_router() {
+  measure "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl" --loads
+  peer "peer torch" "$work/torch.jsonl" bench/cuda/torch_router.py "$work/torch.jsonl"
+  record router "$work/router.jsonl" $peers
+}
+area_quantize() {
+  measure "benchmark quantize" "$bin/bench_cuda_quantize" "$work/quantize.jsonl" --loads
+  record quantize "$work/quantize.jsonl"
+}
+area_fp8() {
+  measure "benchmark fp8" "$bin/bench_cuda_fp8" "$work/fp8.jsonl" --loads
+  measure "benchmark quantized gemm" "$bin/bench_cuda_quantized" "$work/quantized.jsonl"
+  append "$work/quantized.jsonl" "$work/fp8.jsonl"
+  peer "peer torch fp8" "$work/torch_fp8.jsonl" bench/peers/torch_grouped.py "$work/torch_fp8.jsonl" --fp8
+  record fp8 "$work/fp8.jsonl" $peers
+}
+area_gemm() {
+  measure "benchmark gemm" "$bin/bench_cuda_gemm" "$work/gemm.jsonl" --loads
+  measure "benchmark activation" "$bin/bench_cuda_activation" "$work/activation.jsonl" --loads
+  append "$work/activation.jsonl" "$work/gemm.jsonl"
+  peer "peer torch grouped" "$work/torch_grouped.jsonl" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads
+  record gemm "$work/gemm.jsonl" $peers
+}
 # The Python bindings, where their libraries are (built here or elsewhere, with the GPU machine's libstdc++ or an older one).
-for framework in jax torch; do
-  name="bindings, $framework" log=$work/bindings_$framework.log
-  if [ -z "${WAYBILL_LIBRARY:-}" ] || { [ $framework = jax ] && [ -z "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
-    note "$name" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
-    continue
-  fi
-  (cd bindings/tests && PYTHONPATH=$PWD/../python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "${PYTHON:-python3}" -m pytest -q -rs -p no:cacheprovider "cuda/${framework}_cuda_test.py") >"$log" 2>&1
-  rc=$?
-  if [ $rc != 0 ]; then
-    note "$name" failed
-    tail -20 "$log" >&2
-  elif grep -q '[0-9] passed' "$log"; then
-    note "$name" passed
-    PYTHONPATH=$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "${PYTHON:-python3}" bench/peers/gpu_bindings.py $framework --cpp "$work/gemm.jsonl" >"$work/gpu_bindings_$framework.log" 2>&1 && cat "$work/gpu_bindings_$framework.log" || note "benchmark $name" failed
-  else
-    note "$name" "skipped: $(sed -n 's/^SKIPPED.*_test.py[:0-9]*: //p' "$log" | head -n 1)"
-  fi
+area_bindings() {
+  local framework name log
+  # The rate that the same kernel reaches from C++.
+  local cpp=$work/gemm.jsonl
+  [ -s "$cpp" ] || { cpp=$work/cpp.jsonl && "$bin/bench_cuda_gemm" "$cpp" --filter "32x1024 N4096 C7168 even" >"$work/cpp.log" 2>&1; }
+  for framework in jax torch; do
+    name="bindings, $framework" log=$work/bindings_$framework.log
+    if [ -z "${WAYBILL_LIBRARY:-}" ] || { [ $framework = jax ] && [ -z "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
+      note "$name" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
+    elif ! (cd bindings/tests && PYTHONPATH=$PWD/../python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider "cuda/${framework}_cuda_test.py") >"$log" 2>&1; then
+      note "$name" failed
+      tail -20 "$log" >&2
+    elif grep -q '[0-9] passed' "$log"; then
+      note "$name" passed
+      PYTHONPATH=$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "$python" bench/peers/gpu_bindings.py $framework --cpp "$cpp" >"$work/gpu_bindings_$framework.log" 2>&1 && cat "$work/gpu_bindings_$framework.log" || note "benchmark $name" failed
+    else
+      note "$name" "skipped: $(sed -n 's/^SKIPPED.*_test.py[:0-9]*: //p' "$log" | head -n 1)"
+    fi
+  done
+}
+# The bindings run on the last GPU beside what measures the first.
+beside=
+for area in ${areas//,/ }; do
+  case $area in
+    bindings) ;;
+    exchange | moe) "area_$area" ;;
+    *)
+      if [ "$num_gpus" -gt 1 ] && [ -z "$beside" ] && [[ ,$areas, == *,bindings,* ]]; then
+        (export CUDA_VISIBLE_DEVICES=$((num_gpus - 1)); checks=(); area_bindings >"$work/bindings.out" 2>&1; IFS=,; echo "${checks[*]}" >"$work/bindings.checks") &
+        beside=$!
+      fi
+      "area_$area"
+      ;;
+  esac
 done
-(IFS=,; echo "{${checks[*]}}") >"$work/checks.json"
-if [ -s "$work/router.jsonl" ]; then
-  python3 scripts/gpu_results.py router "$work/router.jsonl" $peers --checks "$work/checks.json" || failed=1
+if [ -n "$beside" ]; then
+  wait "$beside"
+  cat "$work/bindings.out"
+  checks+=("$(cat "$work/bindings.checks")")
+  ! grep -q '"failed' "$work/bindings.checks" || failed=1
+elif [[ ,$areas, == *,bindings,* ]]; then
+  area_bindings
 fi
-[ ! -s "$work/exchange.jsonl" ] || python3 scripts/gpu_results.py exchange "$work/exchange.jsonl" --checks "$work/checks.json" || failed=1
-[ ! -s "$work/gemm.jsonl" ] || python3 scripts/gpu_results.py gemm "$work/gemm.jsonl" $grouped --checks "$work/checks.json" || failed=1
-[ ! -s "$work/fp8.jsonl" ] || python3 scripts/gpu_results.py fp8 "$work/fp8.jsonl" $fp8 --checks "$work/checks.json" || failed=1
-[ ! -s "$work/quantize.jsonl" ] || python3 scripts/gpu_results.py quantize "$work/quantize.jsonl" --checks "$work/checks.json" || failed=1
-[ ! -s "$work/moe.jsonl" ] || python3 scripts/gpu_results.py moe "$work/moe.jsonl" --checks "$work/checks.json" || failed=1
 python3 scripts/render_performance.py || failed=1
-if [ -n "$out" ]; then
-  mkdir -p "$out"
-  cp bench/results/*/{router,exchange,gemm,fp8,quantize,moe}.json "$out/" 2>/dev/null
-  tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
-fi
+[ -z "$out" ] || tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
 [ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2
 exit $failed
