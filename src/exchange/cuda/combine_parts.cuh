@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of a token for sum_ring.cuh: its partials at the ranks that made them, in rank order. D <= 32: one a lane.
+// The parts of a token for sum_ring.cuh: its partials at the ranks that made them, in rank order, then the row of call.d
+// (a part that crossed no link, of the partials' type), where it is given. D <= 32: one a lane.
 #pragma once
 
 #include "exchange/cuda/exchange_kernels.h"
@@ -43,7 +44,12 @@ class CombineParts {
       ptx::fence_async_proxy_all();  // the partials were written by ordinary stores, and are read by the copy engine
       __syncwarp();
     }
-    return __popc(__ballot_sync(ptx::kFullWarp, entry.rank >= 0));
+    const int num = __popc(__ballot_sync(ptx::kFullWarp, entry.rank >= 0)), lane = static_cast<int>(threadIdx.x) & 31;
+    if (call_.d == nullptr) return num;
+    const unsigned char* own = static_cast<const unsigned char*>(call_.d) + items.row(item) * static_cast<std::int64_t>(row_bytes_);
+    if (num < 32 && lane == num) row[0] = own;  // a lane without a partial
+    if (num == 32 && lane == 0) row[1] = own;
+    return num + 1;
   }
 
  private:
@@ -56,13 +62,13 @@ class CombineParts {
   RowEntry next_;  // entries are read one item ahead of their use
 };
 
-// The sums of a rank's tokens: out [T, H], call.c; base f32 [T, H], call.d, or null.
+// The sums of a rank's tokens: out [T, H], call.c.
 class CombineSums {
  public:
   __device__ __forceinline__ CombineSums(const ExchangeShape& shape, const RankCall& call, const CombineArgs& args, const RowItems& items)
       : shape_(shape), call_(call), args_(args), next_(entry_of_lane(shape, call, items.row(items.first)).rank) {}
   __device__ __forceinline__ int take(const RowItems& items, int item) {
-    const int num = __popc(__ballot_sync(ptx::kFullWarp, next_ >= 0));
+    const int num = __popc(__ballot_sync(ptx::kFullWarp, next_ >= 0)) + (call_.d != nullptr ? 1 : 0);
     next_ = entry_of_lane(shape_, call_, items.row(item + items.step)).rank;
     return num;
   }
@@ -70,9 +76,6 @@ class CombineSums {
   template <class Out>
   __device__ __forceinline__ Out* out(const RowItems& items, int item) const {
     return static_cast<Out*>(call_.c) + items.row(item) * args_.out_stride;
-  }
-  __device__ __forceinline__ const float* base(const RowItems& items, int item) const {
-    return call_.d == nullptr ? nullptr : static_cast<const float*>(call_.d) + items.row(item) * static_cast<std::int64_t>(args_.H);
   }
   __device__ __forceinline__ void done(const RowItems&, int) const {}
 

@@ -2,10 +2,10 @@
 // Combine: every token's partials are read from the ranks that made them and added in rank order in fp32.
 //
 // Grid (ctas, ranks), 384 threads (168 registers each), a warp a token in pieces of 2 KB of the wire row. Each rank's partials [R, H] lie in its window;
-// CTA 0 says so and all CTAs wait for all ranks, so the launch must be resident. c: out [T, H]; d: f32 [T, H] added to the sum, or null. The sum starts with
-// the first part (exact where there is only one); a token without destinations gets 0, and so does every token of an invalid handle. from_slots: the partials
-// were pushed to this rank (combine_push) and are read from its own window, without a wait. Bytes: a row read for each (token, rank), T rows written. Ends with
-// kSignalPulled, which is not waited for here.
+// CTA 0 says so and all CTAs wait for all ranks, so the launch must be resident. c: out [T, H]; d: rows of the wire's type that are added at last, or null. The
+// sum starts with the first part (exact where there is only one); a token without destinations gets 0, and so does every token of an invalid handle.
+// from_slots: the partials were pushed to this rank (combine_push) and are read from its own window, without a wait. Bytes: a row read for each (token, rank),
+// T rows written. Ends with kSignalPulled, which is not waited for here.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/exchange_signal.cuh"
 #include "exchange/cuda/row_vectors.cuh"
@@ -83,13 +83,18 @@ __device__ __forceinline__ void sum_piece(const ExchangeParams& q, const Combine
     if (sources.num < 32) break;
   }
   Out* out = static_cast<Out*>(call.c) + t * args.out_stride;
-  const float* more = call.d == nullptr || !is_valid ? nullptr : static_cast<const float*>(call.d) + t * static_cast<std::int64_t>(args.H);
+  const Wire* more = call.d == nullptr || !is_valid ? nullptr : static_cast<const Wire*>(call.d) + t * static_cast<std::int64_t>(args.H);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int byte = at + i * 512;
     if (byte >= row_bytes) continue;
     const int column = byte / static_cast<int>(sizeof(Wire));
-    if (more != nullptr) add_floats(more + column, sum[i]);
+    if (more != nullptr) {
+      float own[kValues];
+      Vector<Wire>::to_float(load_row(more + column), own);
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) sum[i][j] += own[j];
+    }
     store_values<Out>(out + column, sum[i]);
   }
 }

@@ -232,16 +232,16 @@ void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std:
 
 DType DeviceExchange::wire() const { return config_.combine_wire == CombineWire::kBF16 && params_.shape.P > 1 ? DType::kBF16 : DType::kF32; }
 
-void DeviceExchange::set_base(ExchangeParams& q, std::span<const float* const> base) const {
+void DeviceExchange::set_base(ExchangeParams& q, std::span<const void* const> base) const {
   WB_CHECK(base.empty() || base.size() == static_cast<std::size_t>(num_ranks()), "combine: {} ranks of this launch, got {} bases", num_ranks(), base.size());
   for (std::size_t i = 0; i < base.size(); ++i) {
-    WB_CHECK(reinterpret_cast<std::uintptr_t>(base[i]) % 16 == 0, "combine: base must start at a multiple of 16 bytes, got address {}", fmt::ptr(base[i]));
-    q.call[i].d = const_cast<float*>(base[i]);
+    WB_CHECK(reinterpret_cast<std::uintptr_t>(base[i]) % 16 == 0, "combine: base must start at a multiple of 16 bytes, got address {}", base[i]);
+    q.call[i].d = const_cast<void*>(base[i]);
   }
 }
 
 void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
-                             std::span<const float* const> base) const {
+                             std::span<const void* const> base) const {
   const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", wire());
   check_rows("combine: out", out, num_ranks(), config_.H, size_bytes(out_dtype));
   ExchangeParams q = with(handle);
@@ -267,7 +267,7 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
 bool DeviceExchange::ring_holds_slots() const { return compute_major_ >= 9 && std::min(params_.shape.K, params_.shape.L) <= kMaxRingSlots; }
 
 void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
-                                        std::span<const DeviceRows> out, cudaStream_t stream, std::span<const float* const> base) const {
+                                        std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base) const {
   const RowType type = row_type("reduce_and_combine: y", dtype), from = row_type("reduce_and_combine", wire());
   check_rows("reduce_and_combine: y", y, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("reduce_and_combine: out", out, num_ranks(), config_.H, size_bytes(dtype));

@@ -120,14 +120,14 @@ class DeviceExchange {
   // The same by pull, for comparison: x lies in a window of [T_max, H]. Needs layout().
   void dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const;
 
-  // out [T, H] (f32 or bf16) = sum over ranks of the partials [R, H] in `window`; wire(): their type. base: f32 [T, H] a rank, contiguous, which is added
-  // before the result is rounded (a part that crossed no link), or empty; out of an invalid handle is 0 all the same.
+  // out [T, H] (f32 or bf16) = sum over ranks of the partials [R, H] in `window`; wire(): their type. base: [T, H] of that type,
+  // contiguous, a rank: a part that crossed no link, added last; or empty. out of an invalid handle is 0 all the same.
   void combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
-               std::span<const float* const> base = {}) const;
+               std::span<const void* const> base = {}) const;
   // unpermute_reduce() into `window` and combine() from it, overlapped: one launch where the GPU allows, else the two. The same bits. dtype: of y
   // and of out. The window's former partials must have been pulled on this stream's order, as for unpermute_reduce(z_in_window).
   void reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
-                          std::span<const DeviceRows> out, cudaStream_t stream, std::span<const float* const> base = {}) const;
+                          std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base = {}) const;
   // The same by push into slots [T_max * D, H] of `slots`, then a local sum. Needs layout().
   void combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
                     cudaStream_t stream) const;
@@ -179,7 +179,7 @@ class DeviceExchange {
   void queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const;
   int local_ctas(int per_sm = 2) const;
   RowType row_type(const char* what, DType dtype) const;
-  void set_base(ExchangeParams& q, std::span<const float* const> base) const;
+  void set_base(ExchangeParams& q, std::span<const void* const> base) const;
   void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
                     cudaStream_t stream) const;
   DispatchArgs dispatch_args(DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales) const;

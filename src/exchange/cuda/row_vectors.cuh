@@ -77,16 +77,6 @@ __device__ __forceinline__ void store_values(Out* p, const float (&x)[kValues]) 
   }
 }
 
-// x += the kValues floats at p, 16-byte aligned, read once.
-template <int kValues>
-__device__ __forceinline__ void add_floats(const float* p, float (&x)[kValues]) {
-#pragma unroll
-  for (int i = 0; i < kValues; i += 4) {
-    const float4 v = __ldcs(reinterpret_cast<const float4*>(p + i));
-    x[i] += v.x, x[i + 1] += v.y, x[i + 2] += v.z, x[i + 3] += v.w;
-  }
-}
-
 // Calls body(bf16 or float tag) for a RowType.
 template <class Body>
 auto with_row_type(RowType type, const Body& body) {

@@ -118,7 +118,6 @@ class SlotSums {
     const int row = order_(items.row(item));
     return row < 0 ? nullptr : static_cast<Out*>(z_) + row * stride_;
   }
-  __device__ __forceinline__ const float* base(const RowItems&, int) const { return nullptr; }
   __device__ __forceinline__ void done(const RowItems& items, int item) const { finish_(items, item); }
 
  private:

@@ -5,8 +5,7 @@
 // An item (RowItems) is a range of pieces (2 KB) of one result row; its parts are the rows to be added, in order. Two objects of the kernel
 // say what they are, item by item, each reading ahead for itself:
 //   Parts::take(items, item, row)  number of parts of `item`; lane d's row[0] is part d, row[1] part d + 32. Negative: nothing comes any more.
-//   Sums::take(items, item)        the same number; weight(d) of a part; out(items, item): the result row, null: none; base(items, item): floats
-//                                  that are added to the sum at last, null: none; done(items, item)
+//   Sums::take(items, item)        the same number; weight(d) of a part; out(items, item): the result row, null: none; done(items, item)
 // The sum is fp32, starts with the first part (exact where there is only one) and goes by parts in order; an item without parts gets 0.
 #pragma once
 
@@ -111,10 +110,7 @@ __device__ __forceinline__ void sum_items(const RowItems& items, const Ring& rin
       }
 #pragma unroll
       for (int i = 0; i < kRingVectors; ++i) {
-        if (out == nullptr || offset + i * 512 >= ring.row_bytes) continue;
-        const int column = (offset + i * 512) / static_cast<int>(sizeof(Part));
-        if (const float* more = sums.base(items, item); more != nullptr && item < cursor.lost_from) add_floats(more + column, sum[i]);
-        store_values<Out>(out + column, sum[i]);
+        if (out != nullptr && offset + i * 512 < ring.row_bytes) store_values<Out>(out + (offset + i * 512) / static_cast<int>(sizeof(Part)), sum[i]);
       }
     }
     sums.done(items, item);

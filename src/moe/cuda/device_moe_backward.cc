@@ -2,6 +2,7 @@
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/cuda/step_rows.h"
+#include "ops/router/cuda/gate_gemm.h"
 #include "waybill/gate.h"
 #include "waybill/grouped_gemm_activation.h"
 
@@ -99,6 +100,7 @@ void DeviceMoeLayer::Impl::first_matmul_gradients(const Backward& b) {
 
 // d_slot_weight -> d_weights -> d_logits.
 void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
+  mark(Phase::kCombine, b.stream);
   std::vector<const float*> values;
   std::vector<float*> d_weights;
   for (std::size_t i = 0; i < count(); ++i) {
@@ -119,18 +121,32 @@ void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
   }
 }
 
+// backward_base as combine() takes it.
+std::vector<const void*> DeviceMoeLayer::Impl::wire_bases(const Backward& b) {
+  std::vector<const void*> bases;
+  for (std::size_t i = 0; i < count(); ++i) {
+    TensorView base = backward_base(b.saved, i);
+    if (base.dtype != exchange->wire()) {
+      const TensorView rounded(scratch_at<void>(i, scratch_parts.wire_base), exchange->wire(), {base.shape[0], config.H}, where);
+      round_rows(base, rounded, b.stream);
+      base = rounded;
+    }
+    bases.push_back(base.data);
+  }
+  return bases;
+}
+
 // d_gate; dx = the routed experts' part + those of the gate and the shared expert, which lie where `a` was.
 void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
   mark(Phase::kGate, b.stream);
-  std::vector<const float*> base;
   for (std::size_t i = 0; i < count(); ++i) {
-    const TensorView d_logits(scratch_at<float>(i, scratch_parts.d_logits), DType::kF32, {b.saved.routes[i].T, config.E}, where);
-    gate_backward(b.x[i], b.parameters[i].gate, d_logits, backward_base(b.saved, i), b.gradients[i].gate, b.options.accumulate, on(b.stream));
-    base.push_back(backward_base(b.saved, i).as<float>());
+    const TensorView base = backward_base(b.saved, i);
+    gate_backward({base.shape[0], config.H, config.E, DType::kBF16}, b.x[i].data, b.parameters[i].gate.data, scratch_at<float>(i, scratch_parts.d_logits),
+                  base.data, b.gradients[i].gate.as<float>(), b.options.accumulate, where.index, b.stream, base.dtype);
   }
   if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_gradients(b);
   mark(Phase::kCombine, b.stream);
-  if (config.latent == 0) return reduce_and_combine(b.saved, b.dx, base, b.stream);
+  if (config.latent == 0) return reduce_and_combine(b.saved, b.dx, wire_bases(b), b.stream);
   std::vector<TensorView> latent;
   for (std::size_t i = 0; i < count(); ++i) latent.push_back(latent_gradient(b.saved, i));
   reduce_and_combine(b.saved, latent, {}, b.stream);

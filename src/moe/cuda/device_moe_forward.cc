@@ -85,11 +85,11 @@ void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
 // The weights are in `a` already. The shared expert's part is added where the partials are, or joins the latent result.
 void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
   if (config.latent == 0) {
-    std::vector<const float*> base;
+    std::vector<const void*> base;
     if (config.shared_F == 0) return reduce_and_combine(f.saved, f.out, base, f.stream);
     reduce(f.saved, f.stream);  // then y is free, and holds the shared expert's part
     mark(Phase::kShared, f.stream);
-    for (std::size_t i = 0; i < count(); ++i) base.push_back(forward_base(f.saved, i).as<float>());
+    for (std::size_t i = 0; i < count(); ++i) base.push_back(forward_base(f.saved, i).data);
     shared_result(f.parameters, f.saved, f.stream);
     mark(Phase::kCombine, f.stream);
     return exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream, base);
@@ -109,7 +109,7 @@ void DeviceMoeLayer::Impl::reduce(const Saved& saved, cudaStream_t stream) {
 }
 
 // y -> out, plus base where it is given.
-void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const float* const> base, cudaStream_t stream) {
+void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream) {
   if (out[0].dtype == DType::kBF16) {
     return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, windows.partials, device_rows(out), stream, base);
   }

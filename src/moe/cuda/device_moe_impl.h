@@ -99,7 +99,8 @@ struct DeviceMoeLayer::Impl {
   TensorView shared_h(const Saved& saved, std::size_t i) const;
   TensorView shared_a(const Saved& saved, std::size_t i) const;
   TensorView dense_offsets(const Saved& saved, std::size_t i) const;
-  // f32 [T, H], what is added to the routed experts' part. In the memory of y, once that is reduced; in that of a, once its gradient is used up.
+  // [T, H], what is added to the routed experts' part: f32 where it is itself a sum, else of the wire's type. In the memory of y, once that is
+  // reduced; in that of a, once its gradient is used up.
   TensorView forward_base(const Saved& saved, std::size_t i) const;
   TensorView backward_base(const Saved& saved, std::size_t i) const;
   TensorView latent_out(const Saved& saved, std::size_t i) const;       // bf16 [T, latent]
@@ -113,7 +114,7 @@ struct DeviceMoeLayer::Impl {
   void second_matmul(const Forward& f);
   void gather_results(const Forward& f);
   void reduce(const Saved& saved, cudaStream_t stream);
-  void reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const float* const> base, cudaStream_t stream);
+  void reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream);
   void round_rows(const TensorView& from, const TensorView& to, cudaStream_t stream);
   void report(const Forward& f);
 
@@ -141,6 +142,7 @@ struct DeviceMoeLayer::Impl {
   void first_matmul_gradients(const Backward& b);
   void router_gradients(const Backward& b);
   void input_gradients(const Backward& b);
+  std::vector<const void*> wire_bases(const Backward& b);
 
   MoeConfig config;
   DeviceMoeOptions options;

@@ -63,6 +63,7 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P) {
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
   s.y = carver.take(std::max(S * W * 2, base), 1);
+  s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && partials_dtype(c, P) == DType::kBF16 ? T * c.H : 0, 2);
   s.base = carver.take_if(S * c.F * 2 < base, base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
   s.own_counts = carver.take(num_totals(c), 4);

@@ -35,6 +35,7 @@ struct DeviceMoeScratchLayout {
   std::uint64_t logits, h, a, shared_h, shared_a;  // kNoPart where the steps have them
   std::uint64_t y;                                 // bf16 [S, W], or f32 [T, H]
   std::uint64_t base;                              // f32 [T, H]; kNoPart where the memory of `a` holds it
+  std::uint64_t wire_base;                         // bf16 [T, H]: that sum rounded for the wire, where it is one
   std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
   std::uint64_t own_counts;                        // i32 [E] twice: this rank's, and of kUnbiased
   std::uint64_t score_sums, losses;                // f64 [E + 1], [3]

@@ -32,11 +32,11 @@ TensorView DeviceMoeLayer::Impl::dense_offsets(const Saved& saved, std::size_t i
   return TensorView(saved.at<std::int32_t>(i, step_parts.dense_offsets), DType::kI32, {2}, where);
 }
 TensorView DeviceMoeLayer::Impl::forward_base(const Saved& saved, std::size_t i) const {
-  return TensorView(y(i).data, DType::kF32, {saved.routes[i].T, config.H}, where);
+  return TensorView(y(i).data, config.latent > 0 ? DType::kF32 : exchange->wire(), {saved.routes[i].T, config.H}, where);
 }
 TensorView DeviceMoeLayer::Impl::backward_base(const Saved& saved, std::size_t i) const {
   void* data = scratch_parts.base == kNoPart ? a(saved, i).data : scratch_at<void>(i, scratch_parts.base);
-  return TensorView(data, DType::kF32, {saved.routes[i].T, config.H}, where);
+  return TensorView(data, config.latent > 0 || config.shared_F > 0 ? DType::kF32 : exchange->wire(), {saved.routes[i].T, config.H}, where);
 }
 TensorView DeviceMoeLayer::Impl::latent_out(const Saved& saved, std::size_t i) const {
   return TensorView(saved.at<void>(i, step_parts.latent_out), DType::kBF16, {saved.routes[i].T, config.latent}, where);

@@ -12,8 +12,12 @@ template <class Out>
 __global__ void __launch_bounds__(kThreads) moe_round_rows(const float* from, Out* out, std::int64_t count) {
   const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
   if (i >= count) return;
-  float values[8] = {};
-  add_floats(from + i, values);
+  float values[8];
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    const float4 four = __ldcs(reinterpret_cast<const float4*>(from + i) + v);
+    values[4 * v] = four.x, values[4 * v + 1] = four.y, values[4 * v + 2] = four.z, values[4 * v + 3] = four.w;
+  }
   store_values<Out>(out + i, values);
 }
 

@@ -33,8 +33,8 @@ void gate_forward(const GateShape& s, const void* x, const void* weight, float* 
 namespace {
 
 // bf16 operands: both terms of d_logits in one matmul each, so that x is read and d_x written once.
-void backward_of_terms(const GateShape& s, const void* x, const void* weight, const float* d_logits, float* d_x, float* d_weight, bool accumulate, int device,
-                       cudaStream_t stream) {
+void backward_of_terms(const GateShape& s, const void* x, const void* weight, const float* d_logits, void* d_x, DType d_x_dtype, float* d_weight,
+                       bool accumulate, int device, cudaStream_t stream) {
   const auto aligned = [](std::int64_t bytes) { return (static_cast<std::size_t>(bytes) + 255) / 256 * 256; };
   const std::size_t terms_bytes = aligned(s.T * 2 * s.E * 2), twice_bytes = aligned(2 * s.E * s.H * 2), sums_bytes = aligned(2 * s.E * s.H * 4);
   std::byte* terms = split_room(terms_bytes + twice_bytes + sums_bytes, device, stream);
@@ -44,7 +44,7 @@ void backward_of_terms(const GateShape& s, const void* x, const void* weight, co
     std::byte* twice = terms + terms_bytes;  // [2E, H]
     const auto bytes = static_cast<std::size_t>(s.E * s.H) * 2;
     for (std::size_t i = 0; i < 2; ++i) WB_TRY_CUDA(cudaMemcpyAsync(twice + i * bytes, weight, bytes, cudaMemcpyDeviceToDevice, stream));
-    dense_matmul({.M = s.T, .N = s.H, .C = 2 * s.E, .dtype = s.dtype}, terms, twice, d_x, device, stream);
+    dense_matmul({.M = s.T, .N = s.H, .C = 2 * s.E, .dtype = s.dtype, .out = d_x_dtype}, terms, twice, d_x, device, stream);
   }
   if (d_weight != nullptr) {
     auto* sums = reinterpret_cast<float*>(terms + terms_bytes + twice_bytes);  // [2E, H]
@@ -56,12 +56,12 @@ void backward_of_terms(const GateShape& s, const void* x, const void* weight, co
 
 }  // namespace
 
-void gate_backward(const GateShape& s, const void* x, const void* weight, const float* d_logits, float* d_x, float* d_weight, bool accumulate, int device,
-                   cudaStream_t stream) {
+void gate_backward(const GateShape& s, const void* x, const void* weight, const float* d_logits, void* d_x, float* d_weight, bool accumulate, int device,
+                   cudaStream_t stream, DType d_x_dtype) {
   check(s);
   const DeviceGuard guard(device);
-  if (s.dtype == DType::kBF16 && s.T > 0) return backward_of_terms(s, x, weight, d_logits, d_x, d_weight, accumulate, device, stream);
-  if (d_x != nullptr) dense_matmul({.M = s.T, .N = s.H, .C = s.E, .dtype = s.dtype}, d_logits, weight, d_x, device, stream);
+  if (s.dtype == DType::kBF16 && s.T > 0) return backward_of_terms(s, x, weight, d_logits, d_x, d_x_dtype, d_weight, accumulate, device, stream);
+  if (d_x != nullptr) dense_matmul({.M = s.T, .N = s.H, .C = s.E, .dtype = s.dtype, .out = d_x_dtype}, d_logits, weight, d_x, device, stream);
   if (d_weight != nullptr) {
     dense_matmul({.M = s.E, .N = s.H, .C = s.T, .transpose_a = true, .accumulate = accumulate, .dtype = s.dtype}, d_logits, x, d_weight, device, stream);
   }

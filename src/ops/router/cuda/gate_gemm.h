@@ -23,8 +23,8 @@ struct GateShape {
 // x, weight, logits: contiguous device memory, 16-byte aligned.
 void gate_forward(const GateShape& shape, const void* x, const void* weight, float* logits, int device, cudaStream_t stream);
 
-// d_x [T, H] fp32 and d_weight [E, H] fp32, each optional; d_weight is added to when accumulate.
-void gate_backward(const GateShape& shape, const void* x, const void* weight, const float* d_logits, float* d_x, float* d_weight, bool accumulate, int device,
-                   cudaStream_t stream);
+// d_x [T, H] (fp32, or bf16 with bf16 operands: d_x_dtype) and d_weight [E, H] fp32, each optional; d_weight is added to when accumulate.
+void gate_backward(const GateShape& shape, const void* x, const void* weight, const float* d_logits, void* d_x, float* d_weight, bool accumulate, int device,
+                   cudaStream_t stream, DType d_x_dtype = DType::kF32);
 
 }  // namespace waybill::cuda
