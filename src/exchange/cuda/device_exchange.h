@@ -105,6 +105,7 @@ class DeviceExchange {
 
   // Rows [T, H] of `dtype` (f32, bf16, or one byte an element: f8) to row window `window`. scales: f8 only, [T, scale_bytes] raw bytes to
   // `scale_window`. after_plan: this is the first dispatch of a plan made since every rank used the window last (no handshake is needed then).
+  // With a handshake the window may also be the one whose partials this stream's last combine() has read.
   struct Scales {
     std::span<const DeviceRows> rows;  // stride in bytes
     std::int64_t bytes = 0;            // of a row, a multiple of 16

@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32) exchange_dispatch_bulk(const _
   const std::uint32_t ready = open_epoch(q, rank, kSignalReady);
   bool ok = true;
   if (args.handshake != 0) {
-    if (blockIdx.x == 0) post_signal(q, rank, kSignalReady, ready);
+    // Rows may go to the window of partials: peers must have read what it held.
+    if (blockIdx.x == 0 && await_posted(q, rank, kSignalPulled)) post_signal(q, rank, kSignalReady, ready);
     ok = await_signal(q, rank, kSignalReady, ready);
     if (!ok) mark_lost(q, rank, call);
   }

@@ -38,8 +38,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   const ExchangeConfig exchange_config = device_exchange_config(config);
   const ExchangeWindows exchange_windows = book_exchange_windows(exchange_config, P, book);
   const auto W = static_cast<std::size_t>(config.row_width());
-  windows.partials = book("moe partials", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
-  windows.gradients = book("moe gradients", row_window_bytes(exchange_config, P, W * 2));
+  windows.partials = windows.gradients = book("moe partials and gradients", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
   if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, P));
   for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(exchange_config, P, W * 2)));
   if (config.recompute > Recompute::kActivation) {

@@ -85,7 +85,7 @@ std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const De
   const std::size_t rows = aligned(row_window_bytes(exchange, P, 2 * W)),
                     partials = aligned(row_window_bytes(exchange, P, W * size_bytes(partials_dtype(config, P))));
   constexpr std::size_t kControl = 128 * 1024;  // what a group keeps at the start of its arenas
-  return exchange_window_bytes(exchange, P) + partials + rows * static_cast<std::size_t>(1 + num_row_windows(config, options)) +
+  return exchange_window_bytes(exchange, P) + partials + rows * static_cast<std::size_t>(num_row_windows(config, options)) +
          aligned(counts_window_bytes(config, P)) + kControl;
 }
 

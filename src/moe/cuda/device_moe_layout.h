@@ -52,8 +52,8 @@ inline std::int64_t num_totals(const MoeConfig& c) { return reduces_counts(c) ? 
 DeviceMoeStepLayout step_layout(const MoeConfig& config, int P);
 DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P);
 
-// Row windows beside those of the exchange: partials, gradients of rows, and the rows that steps keep (one for all of them where they are
-// dispatched again).
+// Row windows beside those of the exchange: partials, which in backward hold the gradients of rows first, and the rows that steps keep (one for all of
+// them where they are dispatched again).
 struct DeviceMoeWindows {
   std::uint64_t partials = 0, gradients = 0, counts = 0;
 };
