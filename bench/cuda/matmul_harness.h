@@ -80,8 +80,7 @@ class MatmulReport {
   void fail() { all_match_ = false; }
   bool all_match() const { return all_match_; }
 
-  void add(const MatmulShape& s, const char* op, const std::string& variant, const Spread& t, double flops, double bytes, double target,
-           bool checked) {
+  void add(const MatmulShape& s, const char* op, const std::string& variant, const Spread& t, double flops, double bytes, double target, bool checked) {
     const double rate = flops / t.us * 1e-6, floor = std::max(flops / dense_ * 1e-6, bytes / kBytesPerUs), want = wanted(target);
     all_match_ &= checked;
     fmt::print("{:<24} {:<34} {:<48} {:9.1f} us  {:6.1f} TFLOP/s  floor x{:5.2f}  wanted {:>5}{}{}\n", op, s.name(), variant, t.us, rate, t.us / floor,
@@ -89,8 +88,8 @@ class MatmulReport {
     fmt::print(out_,
                "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{:.3f},"
                "\"target\":{},\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":50,\"tflops\":{:.1f}}}\n",
-               op, s.name(), variant, t.us, t.spread, floor, want > 0 ? fmt::format("{:.2f}", flops / want * 1e-6) : "null", checked ? "true" : "false",
-               t.us, rate);
+               op, s.name(), variant, t.us, t.spread, floor, want > 0 ? fmt::format("{:.2f}", flops / want * 1e-6) : "null", checked ? "true" : "false", t.us,
+               rate);
     std::fflush(out_), std::fflush(stdout);
   }
   void add_dense(const char* op, const char* what, double after) {
@@ -118,8 +117,7 @@ void measure_shape(const MatmulShape& shape, const MatmulOptions& options, Matmu
     if (options.band > 0) tuning.band = options.band;
     if (options.slices >= 0) tuning.slices_per_cluster = options.slices;
     const bool checked = bench.check(op, tuning);
-    report.add(shape, Bench::kNames[op], describe(tuning), bench.time(op, tuning, 5, 10, 15), bench.flops(), bench.bytes(op), bench.target(op),
-               checked);
+    report.add(shape, Bench::kNames[op], describe(tuning), bench.time(op, tuning, 5, 10, 15), bench.flops(), bench.bytes(op), bench.target(op), checked);
   }
 }
 

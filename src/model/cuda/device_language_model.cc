@@ -81,6 +81,7 @@ DeviceLanguageModel::DeviceLanguageModel(const ModelConfig& config, int W, const
 
 DeviceLanguageModel::~DeviceLanguageModel() {
   for (const auto& part : parts_) WB_TRY_CUDA_NOEXCEPT(cudaStreamSynchronize(part->stream()));
+  for (const auto& part : parts_) part->drop_experts();  // before the group whose windows they use
 }
 
 std::vector<MoeConfig> DeviceLanguageModel::moe_configs() const {
