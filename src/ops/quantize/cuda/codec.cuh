@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Conversions of values and scales on the device, to the bit those of ops/quantize/codec.cc. Magnitudes are compared as integers: the bits of
-// a NaN are larger than infinity's, those larger than any number's.
+// a NaN are larger than infinity's, those larger than any number's. Below sm_89, which has no instructions for it, CUDA's functions convert 8 bits.
 #pragma once
+
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -25,6 +27,9 @@ inline constexpr std::uint32_t kMagnitudeBits = 0x7fffffffu, kInfinityBits = 0x7
 // Two values to two codes, the first in the low byte.
 template <ElementFormat kFormat>
 __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kFormat == ElementFormat::kE4M3 ? __NV_E4M3 : __NV_E5M2);
+#else
   std::uint16_t codes;
   if constexpr (kFormat == ElementFormat::kE4M3) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
@@ -32,6 +37,7 @@ __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   }
   return codes;
+#endif
 }
 
 // Four bits. For the magnitude a with exponent e, not below that of the subnormals, c = 1.5 * 2^(e + 22) has the unit 2^(e - 1): the step of
@@ -70,15 +76,17 @@ __device__ __forceinline__ float decode_one(std::uint32_t code) {
   if constexpr (kFormat == ElementFormat::kE2M1) {
     // The code's bits at a float's exponent and first fraction bit are the value times 2^-126.
     return __uint_as_float((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
-  } else if constexpr (kFormat == ElementFormat::kE5M2) {
-    std::uint32_t pair;
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(code)));
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<std::uint16_t>(pair)));
-    return value;
   } else {
     std::uint32_t pair;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(code)));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    pair = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), kFormat == ElementFormat::kE4M3 ? __NV_E4M3 : __NV_E5M2).x;
+#else
+    if constexpr (kFormat == ElementFormat::kE5M2) {
+      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(code)));
+    } else {
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(code)));
+    }
+#endif
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<std::uint16_t>(pair)));
     return value;

@@ -221,7 +221,7 @@ __device__ __forceinline__ void start_copies(const WideRows& x, const Place& at,
     const std::int64_t element = is_there ? at.row(i) * x.stride + at.column() : 0;
 #pragma unroll
     for (int h = 0; h < kPieces; ++h) {
-      ptx::copy_async_16(ptx::smem_address(next + (i * kPieces + h) * kThreads + threadIdx.x),
+      ptx::copy_async_16(static_cast<std::uint32_t>(__cvta_generic_to_shared(next + (i * kPieces + h) * kThreads + threadIdx.x)),
                          static_cast<const std::uint8_t*>(x.data) + element * (kIsBf16 ? 2 : 4) + 16 * h, is_there);
     }
   }
