@@ -44,7 +44,7 @@ class TrainCuda : public ::testing::Test {
   RunFolder folder_{60000};
 };
 
-const Overrides kShort = {"train.steps=20", "train.warmup_steps=5", "train.eval_every=10", "train.eval_sequences=16", "train.final_eval_sequences=32",
+const Overrides kShort = {"train.steps=20",        "train.warmup_steps=5", "train.eval_every=10", "train.eval_sequences=16", "train.final_eval_sequences=32",
                           "train.sample_tokens=4", "train.global_batch=16"};
 
 TEST_F(TrainCuda, AShortRunOfTheDemoFollowsTheCpusLossesAndItsCountersAddUp) {
