@@ -205,11 +205,11 @@ area_bindings() {
     fi
   done
 }
-# The bindings run on the last GPU beside what measures the first.
+# Where there are more GPUs, the bindings run on the last one beside what measures the first.
 beside=
 for area in ${areas//,/ }; do
   case $area in
-    bindings) ;;
+    bindings) [ "$num_gpus" -gt 1 ] || area_bindings ;;
     exchange | moe) "area_$area" ;;
     *)
       if [ "$num_gpus" -gt 1 ] && [ -z "$beside" ] && [[ ,$areas, == *,bindings,* ]]; then
@@ -220,13 +220,12 @@ for area in ${areas//,/ }; do
       ;;
   esac
 done
+[ "$num_gpus" -eq 1 ] || [ -n "$beside" ] || [[ ,$areas, != *,bindings,* ]] || area_bindings
 if [ -n "$beside" ]; then
   wait "$beside"
   cat "$work/bindings.out"
   checks+=("$(cat "$work/bindings.checks")")
   ! grep -q '"failed' "$work/bindings.checks" || failed=1
-elif [[ ,$areas, == *,bindings,* ]]; then
-  area_bindings
 fi
 python3 scripts/render_performance.py || failed=1
 [ -z "$out" ] || tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
