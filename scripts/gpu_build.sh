@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the GPU test and benchmark programs with nvcc and g++ alone, for a machine with a GPU but without the build's packages.
-#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,fp8,quantize}, bench_cuda_activation, test_cuda_{fabric,moe,model,training}, bench_cuda_moe_phases (default: all)
+#   scripts/gpu_build.sh OUT [program ...]     programs: {test,bench}_cuda_{router,exchange,gemm,fp8,quantize}, bench_cuda_activation, test_cuda_{fabric,moe,model,training}, test_cuda_train_run (needs toml++ and nlohmann-json, not in the default), bench_cuda_moe_phases (default: all)
 # WAYBILL_GPU_DEPS: a folder with include/{fmt,gtest,gmock} and lib/{libgtest.a,libgmock.a} (default: the system's).
 # WAYBILL_NCCL_INCLUDE: a folder with NCCL's headers, where the compiler does not find them by itself; without them test_cuda_nccl is left out.
 # Fails on ptxas spills and C7508/C7510, as the CMake build does (cmake/check_ptxas.py).
@@ -14,7 +14,7 @@ include="-Iinclude -Isrc -Itests -I. ${deps:+-isystem $deps/include} ${WAYBILL_N
 nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
 cuda_include=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/include
 arch=${WAYBILL_GPU_ARCH:--gencode=arch=compute_90a,code=sm_90a}
-cxx_flags="-std=c++20 -O2 -DFMT_HEADER_ONLY=1 -ffp-contract=off -fno-math-errno -pthread $include -isystem $cuda_include"
+cxx_flags="-std=c++20 -O2 -DWAYBILL_CONFIG_DIR=\"$PWD/configs\" -DFMT_HEADER_ONLY=1 -ffp-contract=off -fno-math-errno -pthread $include -isystem $cuda_include"
 cu_flags="-std=c++20 -O3 -DFMT_HEADER_ONLY=1 $arch -fmad=false -lineinfo -Xptxas=-v --expt-relaxed-constexpr --extended-lambda -Xcompiler=-ffp-contract=off $include"
 found() { ls "$@" 2>/dev/null || true; }
 core="src/core/alloc_trace.cc src/core/dtype.cc src/core/error.cc src/core/implementation.cc src/core/log.cc src/core/status.cc src/core/tensor.cc
@@ -43,6 +43,7 @@ declare -A sources=(
   [test_cuda_quantized_gemm]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/quantized_gemm_test.cc tests/cuda/main.cc"
   [bench_cuda_quantized]="$core $gemm $quantize $(ls src/ops/gemm/quantized_*.cc src/ops/gemm/cuda/quantized_*.cc src/ops/gemm/cuda/part_offsets.cu src/ops/gemm/cuda/fp8_*.cc src/ops/gemm/cuda/fp8_*.cu) tests/cuda/gemm_spin.cu bench/cuda/quantized_bench.cc"
   [test_cuda_model]="$core $model tests/cuda/model_kernels_test.cc tests/cuda/optimizer_kernels_test.cc tests/cuda/main.cc"
+  [test_cuda_train_run]="$core $language src/core/version.cc $(ls src/train/*.cc src/train/cuda/*.cc) tests/cuda/train_run_test.cc tests/cuda/main.cc"
   [test_cuda_training]="$core $language tests/cuda/device_model_test.cc tests/cuda/main.cc"
   [test_cuda_quantize]="$core $quantize $(ls tests/cuda/quantize_*test.cc) tests/cuda/main.cc"
   [bench_cuda_quantize]="$core $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/quantize_bench.cc"
