@@ -69,9 +69,11 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
   if [ -n "$nccl_library" ]; then export WAYBILL_NCCL_LIBRARY=$nccl_library; else note "NCCL library" "failed: none of the header's version"; cat "$work/nccl.log" >&2; fi
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe test_cuda_model test_cuda_training bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe test_cuda_model test_cuda_training test_cuda_train_run bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
+  elif [ ! -x "$bin/$program" ] && [ $program = test_cuda_train_run ]; then
+    note "$program" "skipped: built without toml++ and nlohmann-json"
   elif [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
   elif [ "${program#bench}" = "$program" ] && [ $program != test_cuda_nccl ]; then
