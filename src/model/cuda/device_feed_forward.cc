@@ -41,6 +41,7 @@ void DevicePart::feed_forward(std::size_t layer, const Forward& options) {
   DeviceMoeForward forward;
   forward.training = options.training, forward.padding_masks = padding, forward.token_offset = options.token_offset;
   forward.loss_tokens = options.loss_tokens, forward.loss_sequences = options.loss_sequences;
+  forward.valid_tokens = options.valid_tokens;
   const std::vector<MoeTensors> values = moe_values(layer);
   const std::size_t index = moe_index_[layer];
   experts_[index].layer->forward(std::span(values.data(), W), x, out, experts_[index].step, forward, stream_);

@@ -190,7 +190,7 @@ void DeviceLanguageModel::queue_step(const Batches& batches, const DeviceUpdate&
   options.loss_tokens = static_cast<double>(tokens), options.loss_sequences = static_cast<double>(options_.micro_batches * options_.B * W_);
   for (const auto& part : parts_) part->begin_step();
   for (std::size_t m = 0; m < batches.size(); ++m) {
-    options.padding = any_padding(batches[m]);
+    options.padding = any_padding(batches[m]), options.valid_tokens = static_cast<double>(valid_tokens(batches[m]));
     forward(batches[m], options);
     for (const auto& part : parts_) part->loss(static_cast<float>(loss_scale), /*gradient=*/true);
     backward(m == 0);
@@ -326,7 +326,7 @@ DeviceLanguageModel::Evaluation DeviceLanguageModel::evaluate(const std::vector<
   Evaluation evaluation;
   evaluation.tokens = valid_tokens(ranks);
   DevicePart::Forward options;
-  options.training = false, options.padding = any_padding(ranks);
+  options.training = false, options.padding = any_padding(ranks), options.valid_tokens = static_cast<double>(evaluation.tokens);
   options.loss_tokens = static_cast<double>(evaluation.tokens), options.loss_sequences = static_cast<double>(options_.B * W_);
   for (const auto& part : parts_) part->begin_step();
   forward(ranks, options);

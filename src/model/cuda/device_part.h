@@ -41,6 +41,7 @@ class DevicePart {
   struct Forward {
     bool training = true;
     double loss_tokens = 0, loss_sequences = 0;  // of the global batch
+    double valid_tokens = 0;                     // of this micro-batch, all ranks
     std::int64_t token_offset = 0;
     bool padding = false;  // some rank of the world has padding
   };
