@@ -30,7 +30,7 @@ void check_device_config(const ExchangeConfig& config, int P) {
   WB_CHECK(config.T_max > 0, "the GPU exchange has fixed sizes and needs T_max, the most tokens a rank may bring; got T_max = {}", config.T_max);
   WB_CHECK(config.H % 8 == 0, "the GPU exchange takes H in multiples of 8, got H = {}", config.H);
   WB_CHECK(config.K <= kMaxPlanK, "the GPU exchange takes up to {} experts a token, got K = {}", kMaxPlanK, config.K);
-  WB_CHECK(config.hierarchy != Hierarchy::kTwoLevel, "DeviceExchange is flat; NodeExchange is the two-level exchange of GPUs");
+  WB_CHECK(config.hierarchy != Hierarchy::kTwoLevel, "hierarchy = two_level: DeviceExchange is flat; NodeExchange is the two-level exchange of GPUs");
   const ReceiveBudget budget = receive_budget(config, P);
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   WB_CHECK(budget.padded_slots <= kMost && config.T_max * std::min<std::int64_t>(P, config.K) <= kMost && config.T_max * config.K <= kMost,
