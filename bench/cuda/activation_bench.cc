@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bench/cuda/gemm_anchor.h"
+#include "bench/cuda/run_main.h"
 #include "bench/loads.h"
 #include "cuda/gemm_reference.h"
 #include "ops/activation/cuda/activation_kernels.h"
@@ -267,11 +268,4 @@ int main_checked(int argc, char** argv) {
 }  // namespace
 }  // namespace waybill::cuda
 
-int main(int argc, char** argv) {
-  try {
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_activation: %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_activation", waybill::cuda::main_checked, argc, argv); }

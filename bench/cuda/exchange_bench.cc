@@ -18,6 +18,7 @@
 #include "bench/cuda/exchange_processes.h"
 #include "bench/cuda/exchange_record.h"
 #include "bench/cuda/exchange_tune.h"
+#include "bench/cuda/run_main.h"
 
 namespace waybill::cuda {
 namespace {
@@ -371,11 +372,6 @@ int main_checked(int argc, char** argv) {
 }  // namespace waybill::cuda
 
 int main(int argc, char** argv) {
-  try {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_exchange: %s\n", error.what());
-    return 1;
-  }
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
+  return waybill::cuda::run_main("bench_cuda_exchange", waybill::cuda::main_checked, argc, argv);
 }

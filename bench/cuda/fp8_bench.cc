@@ -14,8 +14,10 @@
 #include <string>
 #include <vector>
 
+#include "bench/cuda/device_inputs.h"
 #include "bench/cuda/gemm_dense.h"
 #include "bench/cuda/matmul_harness.h"
+#include "bench/cuda/run_main.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
@@ -28,24 +30,11 @@ namespace {
 
 constexpr double kTargetDense = 1528;
 constexpr std::int64_t kDense = 8192;
-constexpr Device kGpu{DeviceType::kCuda, 0};
-
-TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
-  TensorView v(buffer.data(), dtype, shape);
-  v.device = kGpu;
-  return v;
-}
 
 DeviceBuffer normal(std::int64_t count, std::uint64_t seed) {
   DeviceBuffer x(static_cast<std::size_t>(count) * 2 + 16);
   fill_normal(x.data(), DType::kBF16, static_cast<std::size_t>(count), seed, 1.0f, nullptr);
   return x;
-}
-
-DeviceBuffer upload(const std::vector<std::int32_t>& values) {
-  DeviceBuffer buffer(values.size() * 4);
-  buffer.upload(values.data(), buffer.bytes());
-  return buffer;
 }
 
 // Codes of one tensor, as rows (or tiles) and turned, with the scales of each.
@@ -60,11 +49,11 @@ struct Coded {
     c.codes = DeviceBuffer(size(S * columns)), c.scales = DeviceBuffer(size(S * k_blocks * 4));
     c.turned = DeviceBuffer(size(blocks * columns * 128)), c.turned_scales = DeviceBuffer(size(blocks * columns * 4));
     QuantizedView straight, turn;
-    straight.codes = view(c.codes, DType::kU8, {S, columns}), straight.scales = view(c.scales, DType::kF32, {S, k_blocks});
+    straight.codes = device_view(c.codes, DType::kU8, {S, columns}), straight.scales = device_view(c.scales, DType::kF32, {S, k_blocks});
     straight.scales.stride[0] = 1, straight.scales.stride[1] = S;  // those of adjacent rows adjacent
-    turn.turned = view(c.turned, DType::kU8, {blocks, columns, 128}), turn.scales = view(c.turned_scales, DType::kF32, {blocks, columns});
-    quantize_both(fp8_rows(), {ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1}, view(x, DType::kBF16, {S, columns}),
-                  view(offsets, DType::kI32, {L + 1}), straight, turn, {kGpu, nullptr, nullptr});
+    turn.turned = device_view(c.turned, DType::kU8, {blocks, columns, 128}), turn.scales = device_view(c.turned_scales, DType::kF32, {blocks, columns});
+    quantize_both(fp8_rows(), {ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1}, device_view(x, DType::kBF16, {S, columns}),
+                  device_view(offsets, DType::kI32, {L + 1}), straight, turn, {kGpu, nullptr, nullptr});
     WB_TRY_CUDA(cudaDeviceSynchronize());
     return c;
   }
@@ -76,9 +65,9 @@ struct Coded {
     Coded c;
     c.codes = DeviceBuffer(size(L * N * C)), c.turned = DeviceBuffer(size(blocks * C * 128)), c.scales = DeviceBuffer(size(blocks * ((C + 127) / 128) * 4));
     QuantizedView out;
-    out.codes = view(c.codes, DType::kU8, {L * N, C}), out.turned = view(c.turned, DType::kU8, {blocks, C, 128});
-    out.scales = view(c.scales, DType::kF32, {blocks, (C + 127) / 128});
-    quantize(fp8_tiles(), view(x, DType::kBF16, {L * N, C}), view(offsets, DType::kI32, {L + 1}), out, {kGpu, nullptr, nullptr});
+    out.codes = device_view(c.codes, DType::kU8, {L * N, C}), out.turned = device_view(c.turned, DType::kU8, {blocks, C, 128});
+    out.scales = device_view(c.scales, DType::kF32, {blocks, (C + 127) / 128});
+    quantize(fp8_tiles(), device_view(x, DType::kBF16, {L * N, C}), device_view(offsets, DType::kI32, {L + 1}), out, {kGpu, nullptr, nullptr});
     WB_TRY_CUDA(cudaDeviceSynchronize());
     return c;
   }
@@ -203,11 +192,4 @@ int main_checked(int argc, char** argv) {
 }  // namespace
 }  // namespace waybill::cuda
 
-int main(int argc, char** argv) {
-  try {
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_fp8: %s\n", error.what());
-    return 2;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_fp8", waybill::cuda::main_checked, argc, argv); }

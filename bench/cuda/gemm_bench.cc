@@ -18,6 +18,7 @@
 
 #include "bench/cuda/gemm_anchor.h"
 #include "bench/cuda/matmul_harness.h"
+#include "bench/cuda/run_main.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
@@ -143,11 +144,4 @@ int main_checked(int argc, char** argv) {
 }  // namespace
 }  // namespace waybill::cuda
 
-int main(int argc, char** argv) {
-  try {
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_gemm: %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_gemm", waybill::cuda::main_checked, argc, argv); }

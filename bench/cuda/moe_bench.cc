@@ -17,6 +17,7 @@
 #include "bench/cuda/gemm_anchor.h"
 #include "bench/cuda/moe/check.h"
 #include "bench/cuda/moe/report.h"
+#include "bench/cuda/run_main.h"
 #include "core/cuda/cuda_error.h"
 #include "cuda/device_random.h"
 #include "ops/activation/cuda/activation_cuda.h"
@@ -313,11 +314,6 @@ int main_checked(int argc, char** argv) {
 }  // namespace waybill::cuda::moe_bench
 
 int main(int argc, char** argv) {
-  try {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
-    return waybill::cuda::moe_bench::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_moe: %s\n", error.what());
-    return 1;
-  }
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
+  return waybill::cuda::run_main("bench_cuda_moe", waybill::cuda::moe_bench::main_checked, argc, argv);
 }

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/cuda/run_main.h"
 #include "bench/loads.h"
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
@@ -199,11 +200,4 @@ int main_checked(int argc, char** argv) {
 }  // namespace
 }  // namespace waybill::cuda
 
-int main(int argc, char** argv) {
-  try {
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_quantize: %s\n", error.what());
-    return 2;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_quantize", waybill::cuda::main_checked, argc, argv); }

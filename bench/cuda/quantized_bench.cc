@@ -6,7 +6,9 @@
 // Target: 0.90 of the bf16 rate. Floor: the bf16 product's time. Method as bench_cuda_gemm. Exit code 1 when a comparison fails.
 #include <functional>
 
+#include "bench/cuda/device_inputs.h"
 #include "bench/cuda/matmul_harness.h"
+#include "bench/cuda/run_main.h"
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
@@ -17,26 +19,12 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr Device kGpu{DeviceType::kCuda, 0};
-
 struct Format {
   const char* name;
   QuantConfig rows, columns;
 };
 const Format kFormats[] = {{"mxfp8", mxfp8_rows(), mxfp8_columns()},
                            {"nvfp4", nvfp4_rows(), {ElementFormat::kE2M1, ScaleFormat::kE4M3, ScaleRule::kRoundUp, 16, 1}}};
-
-TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<std::int64_t> shape) {
-  TensorView v(buffer.data(), dtype, shape);
-  v.device = kGpu;
-  return v;
-}
-
-DeviceBuffer upload(const std::vector<std::int32_t>& values) {
-  DeviceBuffer buffer(values.size() * 4);
-  buffer.upload(values.data(), buffer.bytes());
-  return buffer;
-}
 
 // A random tensor [rows, columns] as codes, and what they stand for as bf16.
 struct Coded {
@@ -49,11 +37,11 @@ struct Coded {
     const std::int64_t scale_columns = (columns + format.block_columns - 1) / format.block_columns;
     codes = DeviceBuffer(static_cast<std::size_t>(rows * packed)), scales = DeviceBuffer(static_cast<std::size_t>(block_rows * scale_columns));
     group_scales = DeviceBuffer(static_cast<std::size_t>(L) * 4);
-    q.codes = view(codes, DType::kU8, {rows, packed}), q.scales = view(scales, DType::kU8, {block_rows, scale_columns});
-    if (format.scale == ScaleFormat::kE4M3) q.group_scales = view(group_scales, DType::kF32, {L});
+    q.codes = device_view(codes, DType::kU8, {rows, packed}), q.scales = device_view(scales, DType::kU8, {block_rows, scale_columns});
+    if (format.scale == ScaleFormat::kE4M3) q.group_scales = device_view(group_scales, DType::kF32, {L});
     fill_normal(wide.data(), DType::kBF16, static_cast<std::size_t>(rows * columns), seed, 1.0f, nullptr);
     WB_TRY_CUDA(cudaDeviceSynchronize());
-    const TensorView x = view(wide, DType::kBF16, {rows, columns}), o = view(offsets, DType::kI32, {L + 1});
+    const TensorView x = device_view(wide, DType::kBF16, {rows, columns}), o = device_view(offsets, DType::kI32, {L + 1});
     quantize(config, x, o, q, stream), dequantize(config, q, o, x, stream);
     WB_TRY_CUDA(cudaDeviceSynchronize());
   }
@@ -92,11 +80,11 @@ class Bench {
     Product p;
     p.got = DeviceBuffer(size(S_ * s_.N)), p.want = DeviceBuffer(size(S_ * s_.N));
     QuantizedGemmArgs args;
-    args.a = a.operand(), args.weights = w.operand(), args.offsets = offsets(), args.y = view(p.got, DType::kBF16, {S_, s_.N});
+    args.a = a.operand(), args.weights = w.operand(), args.offsets = offsets(), args.y = device_view(p.got, DType::kBF16, {S_, s_.N});
     p.workspace = DeviceBuffer(quantized_gemm_workspace(args)), args.workspace = room(p);
     GroupedGemmArgs plain;
-    plain.a = view(a.wide, DType::kBF16, {S_, s_.C}), plain.weights = view(w.wide, DType::kBF16, {s_.L, s_.N, s_.C}), plain.offsets = offsets();
-    plain.y = view(p.want, DType::kBF16, {S_, s_.N});
+    plain.a = device_view(a.wide, DType::kBF16, {S_, s_.C}), plain.weights = device_view(w.wide, DType::kBF16, {s_.L, s_.N, s_.C}), plain.offsets = offsets();
+    plain.y = device_view(p.want, DType::kBF16, {S_, s_.N});
     p.quantized = [&] { quantized_gemm(args, stream_); }, p.plain = [&] { grouped_gemm(plain, stream_); };
     measure(p, name);
   }
@@ -107,11 +95,11 @@ class Bench {
     Product p;
     p.got = DeviceBuffer(size(s_.L * s_.N * s_.C)), p.want = DeviceBuffer(size(s_.L * s_.N * s_.C));
     QuantizedWgradArgs args;
-    args.a = a.operand(), args.dy = dy.operand(), args.offsets = offsets(), args.d_weights = view(p.got, DType::kBF16, {s_.L, s_.N, s_.C});
+    args.a = a.operand(), args.dy = dy.operand(), args.offsets = offsets(), args.d_weights = device_view(p.got, DType::kBF16, {s_.L, s_.N, s_.C});
     p.workspace = DeviceBuffer(quantized_gemm_workspace(args)), args.workspace = room(p);
     GroupedGemmWgradArgs plain;
-    plain.a = view(a.wide, DType::kBF16, {S_, s_.C}), plain.dy = view(dy.wide, DType::kBF16, {S_, s_.N}), plain.offsets = offsets();
-    plain.d_weights = view(p.want, DType::kBF16, {s_.L, s_.N, s_.C});
+    plain.a = device_view(a.wide, DType::kBF16, {S_, s_.C}), plain.dy = device_view(dy.wide, DType::kBF16, {S_, s_.N}), plain.offsets = offsets();
+    plain.d_weights = device_view(p.want, DType::kBF16, {s_.L, s_.N, s_.C});
     p.quantized = [&] { quantized_gemm_wgrad(args, stream_); }, p.plain = [&] { grouped_gemm_wgrad(plain, stream_); };
     measure(p, name);
   }
@@ -119,7 +107,7 @@ class Bench {
  private:
   static std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count) * 2; }
   Workspace room(const Product& p) const { return {p.workspace.as<std::byte>(), p.workspace.bytes()}; }
-  TensorView offsets() const { return view(offsets_, DType::kI32, {s_.L + 1}); }
+  TensorView offsets() const { return device_view(offsets_, DType::kI32, {s_.L + 1}); }
   void measure(const Product& p, const std::string& name) {
     const bool checked = are_equal(p);
     const double flops = 2.0 * static_cast<double>(S_) * static_cast<double>(s_.N) * static_cast<double>(s_.C);
@@ -157,11 +145,4 @@ int main_checked(int argc, char** argv) {
 }  // namespace
 }  // namespace waybill::cuda
 
-int main(int argc, char** argv) {
-  try {
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_quantized: %s\n", error.what());
-    return 2;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_quantized", waybill::cuda::main_checked, argc, argv); }

@@ -16,6 +16,7 @@
 
 #include "bench/cuda/gate_bench.h"
 #include "bench/cuda/router_check.h"
+#include "bench/cuda/run_main.h"
 #include "bench/cuda/timing.h"
 #include "bench/loads.h"
 #include "core/cuda/launch.h"
@@ -431,11 +432,4 @@ int main_checked(int argc, char** argv) {
 }  // namespace
 }  // namespace waybill::cuda
 
-int main(int argc, char** argv) {
-  try {
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_router: %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_router", waybill::cuda::main_checked, argc, argv); }

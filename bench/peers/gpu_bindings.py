@@ -154,6 +154,7 @@ def jax_host():
 def torch_rates(shape, cpp):
     import torch
     import waybill.torch as wbt
+    from torch_grouped import time_us
 
     L, rows, N, C = shape
     S = L * rows
@@ -174,21 +175,7 @@ def torch_rates(shape, cpp):
     sample = torch.randint(0, S, (50,), device="cuda")
     got, want = calls["waybill forward"]()[sample].double(), torch.stack([a[s].double() @ w[s // rows].double().T for s in sample])
     assert (got - want).abs().max() < 1e-2 * want.abs().max()
-    result = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        samples = []
-        for _ in range(5):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(30_000_000)
-            begin.record()
-            for _ in range(10):
-                call()
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end) * 100)
-        result[name] = statistics.median(samples)
+    result = {name: time_us(call) for name, call in calls.items()}
     table(result, 2.0 * S * N * C, cpp)
     return result
 

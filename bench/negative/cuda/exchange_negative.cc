@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "bench/cuda/exchange_record.h"
+#include "bench/cuda/run_main.h"
 #include "bench/negative/cuda/older_designs.h"
 
 namespace waybill::cuda {
@@ -254,11 +255,6 @@ int main_checked(int argc, char** argv) {
 }  // namespace waybill::cuda
 
 int main(int argc, char** argv) {
-  try {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    return waybill::cuda::main_checked(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_cuda_negative: %s\n", error.what());
-    return 1;
-  }
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+  return waybill::cuda::run_main("bench_cuda_negative", waybill::cuda::main_checked, argc, argv);
 }
