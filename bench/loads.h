@@ -50,7 +50,7 @@ inline std::vector<std::int64_t> load_counts(const std::string& load, std::int64
   } else if (load == "zipf") {
     for (std::size_t i = 0; i < shares.size(); ++i) shares[i] = 1.0 / static_cast<double>(i + 1);
   } else if (load == "hot90") {
-    shares[0] = 9.0 * static_cast<double>(L - 1);
+    shares[0] = L == 1 ? 1.0 : 9.0 * static_cast<double>(L - 1);
   } else {
     const std::int64_t K = std::min<std::int64_t>(4, L);
     return workload_counts(workload_of(load, L * rows / K, K, L));

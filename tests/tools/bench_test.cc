@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <numeric>
 
+#include "bench/loads.h"
 #include "bench_loads.h"
 #include "bench_measure.h"
 #include "bench_problem.h"
@@ -81,6 +83,71 @@ TEST(BenchShapes, BadShapesAreRefusedWithFileAndName) {
   EXPECT_THAT(error_of("x = 1\n"), ::testing::HasSubstr("no [[shape]]"));
   EXPECT_THAT(error_of("[[shape\n"), ::testing::HasSubstr(path + ":1"));
   unlink(path.c_str());
+}
+
+// bench/loads.h, which reads no file, takes the defaults of waybill/workload.h for the ten loads: the file must say the same.
+TEST(BenchLoads, F30_TheSharedFileHasTheTenLoadsWithTheDefaultsOfTheHeader) {
+  const std::vector<NamedLoad> loads = load_loads(std::string(WAYBILL_SOURCE_DIR) + "/bench/shapes/loads.toml");
+  ASSERT_EQ(loads.size(), static_cast<std::size_t>(kNumWorkloads));
+  const WorkloadConfig defaults;
+  for (int i = 0; i < kNumWorkloads; ++i) {
+    const NamedLoad& load = loads[static_cast<std::size_t>(i)];
+    EXPECT_EQ(load.config.workload, static_cast<Workload>(i));
+    EXPECT_EQ(load.name, short_name(static_cast<Workload>(i)));
+    EXPECT_EQ(load.config.zipf_exponent, defaults.zipf_exponent) << load.name;
+    EXPECT_EQ(load.config.hot_factor, defaults.hot_factor) << load.name;
+    EXPECT_EQ(load.config.hot_share, defaults.hot_share) << load.name;
+  }
+}
+
+TEST(BenchLoads, BadLoadFilesAreRefusedWithFileAndName) {
+  const std::string path = ::testing::TempDir() + "/loads_" + std::to_string(getpid()) + ".toml";
+  const auto error_of = [&](const std::string& text) -> std::string {
+    std::ofstream(path) << text;
+    try {
+      load_loads(path);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const std::string zipf = "[[load]]\nname = 'a'\nworkload = 'zipf'\n";
+  EXPECT_EQ(error_of(zipf + "zipf_exponent = 2\n"), "accepted");
+  EXPECT_THAT(error_of(zipf + "zipf_exponent = '2'\n"),
+              ::testing::AllOf(::testing::HasSubstr(path), ::testing::HasSubstr("load a: zipf_exponent must be a number")));
+  EXPECT_THAT(error_of(zipf + "hot_share = true\n"), ::testing::HasSubstr("load a: hot_share must be a number"));
+  EXPECT_THAT(error_of(zipf + zipf), ::testing::HasSubstr("two loads are named a"));
+  EXPECT_THAT(error_of(zipf + "exponent = 2\n"), ::testing::HasSubstr("unknown key 'exponent'"));
+  EXPECT_THAT(error_of("[[load]]\nname = 'a'\n"), ::testing::HasSubstr("there is no workload ''"));
+  unlink(path.c_str());
+}
+
+// The loads of programs outside `waybill bench` (bench/loads.h) are the oracle's counts, at any number of groups.
+TEST(BenchLoads, F30_LoadsOfTheProgramsAreTheOraclesCounts) {
+  struct Groups {
+    std::int64_t L, rows;
+  };
+  for (const char* name : bench::kWorkloads) {
+    for (const Groups& g : {Groups{16, 128}, Groups{64, 1}, Groups{1, 3}, Groups{3, 5}, Groups{8, 0}}) {
+      const std::int64_t K = std::min<std::int64_t>(4, g.L);
+      const WorkloadConfig config = bench::workload_of(name, g.L * g.rows / K, K, g.L);
+      std::vector<std::int64_t> expected(static_cast<std::size_t>(g.L));
+      for (const std::int32_t id : workload_ids(config)) ++expected[static_cast<std::size_t>(id)];
+      EXPECT_EQ(bench::load_counts(name, g.L, g.rows), expected) << name << " L " << g.L << " rows " << g.rows;
+      const std::vector<std::int32_t> offsets = bench::load_offsets(name, g.L, g.rows);
+      ASSERT_EQ(offsets.size(), expected.size() + 1);
+      for (std::size_t e = 0; e < expected.size(); ++e) EXPECT_EQ(offsets[e + 1] - offsets[e], expected[e]) << name;
+    }
+  }
+  for (const char* name : bench::kShares) {
+    for (const std::int64_t L : {1, 7}) {
+      const std::vector<std::int64_t> counts = bench::load_counts(name, L, 10);
+      EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}), L * 10) << name;
+    }
+  }
+  EXPECT_THROW(bench::load_counts("W10", 16, 128), Error);
+  EXPECT_THROW(bench::load_counts("", 16, 128), Error);
+  EXPECT_THROW(bench::load_offsets("even", 2, std::int64_t{1} << 30), Error);
 }
 
 // Every named load: rows conserved, ids distinct, the same tokens at any P, and the record says what the load was.

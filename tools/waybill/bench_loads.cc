@@ -30,6 +30,13 @@ void add_to(std::vector<std::int64_t>& sum, const std::vector<std::int64_t>& val
   for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
 }
 
+// A parameter of a load where the table has one; integers are numbers, too.
+void read_number(const toml::table& table, const char* key, double& value, const std::string& path, const std::string& name) {
+  if (!table.contains(key)) return;
+  WB_CHECK(table[key].is_number(), "{}: load {}: {} must be a number", path, name, key);
+  value = *table[key].value<double>();
+}
+
 }  // namespace
 
 std::string load_names() {
@@ -58,15 +65,17 @@ std::vector<NamedLoad> load_loads(const std::string& path) {
     NamedLoad load;
     load.name = table["name"].value_or(std::string());
     WB_CHECK(!load.name.empty(), "{}: a load without a name", path);
+    WB_CHECK(std::none_of(loads.begin(), loads.end(), [&](const NamedLoad& other) { return other.name == load.name; }), "{}: two loads are named {}", path,
+             load.name);
     for (const auto& [key, value] : table) {
       WB_CHECK(std::find(std::begin(kKeys), std::end(kKeys), key.str()) != std::end(kKeys), "{}: load {}: unknown key '{}', known are {}", path, load.name,
                key.str(), fmt::join(kKeys, ", "));
     }
     load.about = table["about"].value_or(std::string());
     load.config.workload = parse_workload(table["workload"].value_or(std::string()));
-    load.config.zipf_exponent = table["zipf_exponent"].value_or(load.config.zipf_exponent);
-    load.config.hot_factor = table["hot_factor"].value_or(load.config.hot_factor);
-    load.config.hot_share = table["hot_share"].value_or(load.config.hot_share);
+    read_number(table, "zipf_exponent", load.config.zipf_exponent, path, load.name);
+    read_number(table, "hot_factor", load.config.hot_factor, path, load.name);
+    read_number(table, "hot_share", load.config.hot_share, path, load.name);
     loads.push_back(load);
   }
   return loads;
