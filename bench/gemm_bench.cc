@@ -140,8 +140,8 @@ void register_all() {
 int main(int argc, char** argv) {
   waybill::register_all();
   benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+  const std::size_t matched = benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
-  return 0;
+  return matched > 0 ? 0 : 2;
 }

@@ -249,6 +249,13 @@ void print(const nlohmann::json& row) {
   std::fflush(stdout);
 }
 
+double number_of(const std::string& key, const char* text, double least, double most) {
+  char* end = nullptr;
+  const double value = std::strtod(text, &end);
+  WB_CHECK(end != text && *end == '\0' && value >= least && value <= most, "{} takes a number from {} to {}, got '{}'", key, least, most, text);
+  return value;
+}
+
 Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; i += 2) {
@@ -265,9 +272,9 @@ Options parse(int argc, char** argv) {
     else if (key == "--json")
       options.json = argv[i + 1];
     else if (key == "--rounds")
-      options.rounds = std::max(1, std::atoi(argv[i + 1]));
+      options.rounds = static_cast<int>(number_of(key, argv[i + 1], 1, 1e6));
     else if (key == "--ms")
-      options.ms = std::atof(argv[i + 1]);
+      options.ms = number_of(key, argv[i + 1], 0, 1e6);
     else
       WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", key);
   }
@@ -282,7 +289,23 @@ void set_peer_environment(const std::string& isa) {
   if (isa != "avx512") setenv("DNNL_MAX_CPU_ISA", "AVX2", 0);
 }
 
+std::string row_name(const Shape& shape, Op op) { return std::string(shape.name) + " " + name_of(op); }
+
+std::vector<Shape> shapes_of(const Options& options) {
+  std::vector<Shape> shapes(std::begin(kShapes), std::end(kShapes));
+  for (const char* load : bench::kWorkloads) {
+    if (options.with_loads) shapes.push_back({load, 16, 128, 512, 256, load});
+  }
+  const auto is_chosen = [&](const Shape& shape) {
+    return std::any_of(std::begin(kOps), std::end(kOps), [&](Op op) { return row_name(shape, op).find(options.only) != std::string::npos; });
+  };
+  WB_CHECK(std::any_of(shapes.begin(), shapes.end(), is_chosen), "--only '{}' matches no shape and operation{}", options.only,
+           options.with_loads ? "" : " (W0 to W9 need --loads)");
+  return shapes;
+}
+
 void run(const Options& options) {
+  const std::vector<Shape> shapes = shapes_of(options);
   detail::force_gemm(options.isa.c_str());
   const std::string isa = detail::selected_kernels() == nullptr ? "ref" : detail::selected_kernels()->name;
   set_peer_environment(isa);
@@ -293,13 +316,9 @@ void run(const Options& options) {
   fmt::print("| shape | groups x rows, N, C | op | fp32 | bf16 | oneDNN loop | oneDNN dense | OpenBLAS loop | / oneDNN loop | / oneDNN dense | / OpenBLAS |\n");
   fmt::print("|---|---|---|---|---|---|---|---|---|---|---|\n");
   nlohmann::json result = {{"kernels", isa}, {"openblas_core", core}, {"rounds", options.rounds}, {"ms", options.ms}, {"rows", nlohmann::json::array()}};
-  std::vector<Shape> shapes(std::begin(kShapes), std::end(kShapes));
-  for (const char* load : bench::kWorkloads) {
-    if (options.with_loads) shapes.push_back({load, 16, 128, 512, 256, load});
-  }
   for (const Shape& shape : shapes) {
     for (const Op op : kOps) {
-      if (!options.only.empty() && (std::string(shape.name) + " " + name_of(op)).find(options.only) == std::string::npos) continue;
+      if (row_name(shape, op).find(options.only) == std::string::npos) continue;
       Problem problem(shape);
       result["rows"].push_back(compare(problem, op, onednn, openblas, options));
       print(result["rows"].back());

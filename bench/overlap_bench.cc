@@ -117,6 +117,8 @@ void measure_rank(const Options& o, Fabric& fabric) {
   std::int64_t different = behind == between ? 0 : 1;
   fabric.all_reduce(std::span<std::int64_t>(&different, 1), ReduceOp::kSum, "bench check");
   WB_CHECK(different == 0, "results with and without the overlap differ on {} rank(s): nothing is timed", different);
+  std::int64_t tokens = T;
+  fabric.all_reduce(std::span<std::int64_t>(&tokens, 1), ReduceOp::kSum, "bench tokens");
   behind.forget_times();
   between.forget_times();
   cli::BenchOptions options;
@@ -125,8 +127,8 @@ void measure_rank(const Options& o, Fabric& fabric) {
   const std::vector<cli::Timing> t = cli::measure_ranks(options, fabric, {[&] { behind.run(); }, [&] { between.run(); }});
   if (fabric.rank() != 0) return;
   const double saved = 1 - t[1].p50_us / t[0].p50_us;
-  fmt::print("{} ranks, {} thread(s) a rank, load {}, T={} a rank H={} E={} K={} F={} shared_F={}; equal to the bit, {} rounds\n", fabric.size(), o.threads,
-             o.load.empty() ? "of the router" : o.load, o.T, o.H, o.E, o.K, o.F, o.shared_F, t[0].iterations);
+  fmt::print("{} ranks, {} thread(s) a rank, load {}, {} tokens in all, H={} E={} K={} F={} shared_F={}; equal to the bit, {} rounds\n", fabric.size(),
+             o.threads, o.load.empty() ? "of the router" : o.load, tokens, o.H, o.E, o.K, o.F, o.shared_F, t[0].iterations);
   fmt::print("overlap_shared  step ms p10/median/p90      rank 0: dispatch ms (waiting)  shared ms\n");
   for (int i = 0; i < 2; ++i) {
     const Variant& v = i == 0 ? behind : between;
@@ -141,21 +143,22 @@ void measure_rank(const Options& o, Fabric& fabric) {
 void run(int argc, char** argv) {
   Options o;
   CLI::App app{"What the overlap of dispatch and the shared expert saves"};
-  app.add_option("-T,--tokens", o.T, "a rank")->capture_default_str();
-  app.add_option("-H,--width", o.H)->capture_default_str();
-  app.add_option("-E,--experts", o.E)->capture_default_str();
-  app.add_option("-K,--top-k", o.K)->capture_default_str();
-  app.add_option("-F,--inner", o.F)->capture_default_str();
-  app.add_option("--shared", o.shared_F, "inner width of the shared expert")->capture_default_str();
-  app.add_option("--iterations", o.iterations, "least number of rounds")->capture_default_str();
-  app.add_option("--seconds", o.seconds, "least time a variant")->capture_default_str();
-  app.add_option("--ranks", o.ranks, "threads as ranks, without a launcher")->capture_default_str();
+  app.add_option("-T,--tokens", o.T, "a rank")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("-H,--width", o.H)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("-E,--experts", o.E)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("-K,--top-k", o.K)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("-F,--inner", o.F)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--shared", o.shared_F, "inner width of the shared expert")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--iterations", o.iterations, "least number of rounds")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--seconds", o.seconds, "least time a variant")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--ranks", o.ranks, "threads as ranks, without a launcher")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--load", o.load, cli::load_names() + ", or recorded:FOLDER; default: the router's choice");
-  app.add_option("--threads", o.threads, "of a rank")->capture_default_str();
+  app.add_option("--threads", o.threads, "of a rank")->check(CLI::PositiveNumber)->capture_default_str();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    std::exit(app.exit(error));
+    if (error.get_exit_code() == 0) std::exit(app.exit(error));  // --help
+    WB_FAIL(ErrorCode::kInvalidArgument, "{} (--help lists the options)", error.what());
   }
   if (mpi_launched()) {
     measure_rank(o, *make_mpi_fabric());

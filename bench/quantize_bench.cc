@@ -112,6 +112,6 @@ int main(int argc, char** argv) {
   waybill::add_set("ref");
   waybill::add_loads();
   benchmark::Initialize(&argc, argv);
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+  return benchmark::RunSpecifiedBenchmarks() > 0 ? 0 : 2;  // 0: the filter matches nothing
 }

@@ -332,6 +332,7 @@ int main_checked(int argc, char** argv) {
     } else if (argument == "--filter" && i + 1 < argc) {
       g_filter = argv[++i];
     } else {
+      WB_CHECK(!argument.starts_with("-"), "unknown option {}, or its value is missing", argument);
       path = argument;
     }
   }

@@ -60,6 +60,7 @@ inline MatmulOptions matmul_options(int argc, char** argv, const char* path) {
     } else if (argument == "--slices" && has_value) {
       o.slices = std::atoi(argv[++i]);
     } else {
+      WB_CHECK(!argument.starts_with("-"), "unknown option {}, or its value is missing", argument);
       o.path = argument;
     }
   }

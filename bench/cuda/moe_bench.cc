@@ -23,6 +23,7 @@
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
+#include "waybill/workload.h"
 
 namespace waybill::cuda::moe_bench {
 namespace {
@@ -78,6 +79,10 @@ Options parse(int argc, char** argv) {
       WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", name);
     else
       o.path = name;
+  }
+  WB_CHECK(!o.loads.empty(), "--load names no load");
+  for (const std::string& load : o.loads) {
+    if (load != "natural") parse_workload(load);  // a wrong name ends here, not after minutes
   }
   return o;
 }

@@ -173,10 +173,12 @@ int main_checked(int argc, char** argv) {
   std::string path = "quantize.jsonl";
   bool with_loads = false;
   for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--loads") {
+    const std::string argument = argv[i];
+    if (argument == "--loads") {
       with_loads = true;
     } else {
-      path = argv[i];
+      WB_CHECK(!argument.starts_with("-"), "unknown option {}", argument);
+      path = argument;
     }
   }
   g_out = std::fopen(path.c_str(), "w");

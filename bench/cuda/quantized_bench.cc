@@ -2,7 +2,7 @@
 // Products of MXFP8 and NVFP4 operands (waybill/quantized_gemm.h) with their dequantisation, beside the bf16 products of operands that are
 // bf16 already, in the same run. Before it is timed, each result is compared with that product of dequantised operands, bit for bit.
 //   bench_cuda_quantized OUT.jsonl [--filter TEXT] [--op TEXT] [--loads]
-//     --loads   two more shapes, one of them with a skewed load
+//     --loads   two more shapes, one of them with a skewed load, and the loads W0 to W9 of bench/shapes/loads.toml
 // Target: 0.90 of the bf16 rate. Floor: the bf16 product's time. Method as bench_cuda_gemm. Exit code 1 when a comparison fails.
 #include <functional>
 
@@ -132,6 +132,9 @@ int main_checked(int argc, char** argv) {
   MatmulReport report(options.path, 1);
   std::vector<MatmulShape> shapes = {{8, 4096, 4096, 7168, "even", 0, 0, 0, 0}, {2, 16384, 7168, 7168, "even", 0, 0, 0, 0}};
   if (options.with_loads) shapes.insert(shapes.end(), {{8, 4096, 7168, 2048, "even", 0, 0, 0, 0}, {128, 2048, 1536, 2048, "softmax", 0, 0, 0, 0}});
+  for (const char* load : bench::kWorkloads) {
+    if (options.with_loads) shapes.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
+  }
   for (const MatmulShape& shape : shapes) {
     if (shape.name().find(options.filter) == std::string::npos) continue;
     for (const Format& format : kFormats) {

@@ -388,6 +388,7 @@ int main_checked(int argc, char** argv) {
     } else if (argument == "--variants") {
       g_variants = true;
     } else {
+      WB_CHECK(!argument.starts_with("-"), "unknown option {}", argument);
       (place++ == 0 ? path : filter) = argument;
     }
   }
