@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A measured step as a line of the table and as a JSON line.
+// A measured step as a line of the table and as a JSON line. unchecked: what the line says where `checked` is false.
 #pragma once
 
 #include <cstdio>
@@ -10,10 +10,10 @@
 namespace waybill::cuda {
 
 inline void write_record(std::FILE* out, const char* op, const std::string& name, const std::string& variant, const StepTime& t, double floor, double target,
-                         bool checked, int iterations) {
+                         bool checked, int iterations, const char* unchecked = "WRONG") {
   fmt::print("{:<28} {:<30} {:<22} {:8.1f} us  [{:.1f} {:.1f}]  floor {:6.1f} x{:4.2f}  target {:>5} {}{}\n", op, name, variant, t.p50, t.p10, t.p90, floor,
              floor > 0 ? t.p50 / floor : 0, target > 0 ? fmt::format("{:.0f}", target) : "-", target <= 0 ? "" : (t.p50 <= target ? "met" : "MISSED"),
-             checked ? "" : "  WRONG");
+             checked ? "" : fmt::format("  {}", unchecked));
   fmt::print(out,
              "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.3f},\"spread\":{:.3f},\"floor\":{},"
              "\"target\":{},\"peers\":{{}},\"evidence\":\"distributed op\",\"checked\":{},\"p50\":{:.3f},\"p99\":null,\"iterations\":{}}}\n",

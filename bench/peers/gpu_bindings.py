@@ -189,7 +189,7 @@ def torch_host():
     from waybill._library import library
     from waybill.torch import _views
 
-    @torch.library.custom_op("waybill_bench::empty", mutates_args=())
+    @torch.library.custom_op("waybill_timing::empty", mutates_args=())
     def empty(a: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         return a.new_empty(a.shape[0], w.shape[1])
 

@@ -46,6 +46,8 @@ def counts_of(groups, rows, load):
         share = torch.softmax(torch.randn(groups, generator=torch.Generator().manual_seed(1)), 0).tolist()
     elif load == "zipf":
         share = [1 / (i + 1) for i in range(groups)]
+    elif load != "hot90":
+        raise ValueError(f"unknown load {load!r} (even, softmax, hot90, zipf)")
     else:
         share = [9.0 * (groups - 1)] + [1.0] * (groups - 1)
     counts = [int(s / sum(share) * total) for s in share]
