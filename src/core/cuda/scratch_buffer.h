@@ -7,8 +7,6 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/cuda/device_buffer.h"
-
 namespace waybill::cuda {
 
 // While one lives, this thread may allocate although a stream of it is being captured.
@@ -23,21 +21,30 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Its memory comes from a stream-ordered pool of the device and not from cudaMalloc: where GPUs of one process see each other's memory, cudaMalloc and cudaFree
+// must map it for the peer too, and wait there for kernels that wait for the very step this memory is for.
 class ScratchBuffer {
  public:
-  // At least `bytes`, for work that is queued on `stream` next. New memory is all zeros where `zero` says so. Growing waits for the stream; inside of a
-  // capture it does not, and memory that a graph may hold is kept until the object goes.
+  ScratchBuffer() = default;
+  ~ScratchBuffer();
+  ScratchBuffer(const ScratchBuffer&) = delete;
+  ScratchBuffer& operator=(const ScratchBuffer&) = delete;
+
+  // At least `bytes`, for work that is queued on `stream` next. New memory is all zeros where `zero` says so. Waits for no work of `stream`: earlier calls keep
+  // the memory that they were queued with. Memory that a captured graph may hold is kept until the object goes. Throws kOutOfMemory with size, device and
+  // free memory.
   void reserve(std::size_t bytes, bool zero, int device, cudaStream_t stream);
-  void* data() const { return buffer_.data(); }
+  void* data() const { return data_; }
   template <class T>
   T* as() const {
-    return buffer_.as<T>();
+    return static_cast<T*>(data_);
   }
-  std::size_t bytes() const { return buffer_.bytes(); }
+  std::size_t bytes() const { return bytes_; }
 
  private:
-  DeviceBuffer buffer_;
-  std::vector<DeviceBuffer> retired_;
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::vector<void*> retired_;
   bool is_captured_ = false;
 };
 

@@ -4,6 +4,7 @@
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/scratch_buffer.h"
 #include "core/cuda/stream_map.h"
 #include "ops/router/cuda/gate_split.h"
 
@@ -12,9 +13,9 @@ namespace {
 
 // Room for d_logits in two terms and what follows from them, one a (device, stream): calls on a stream run in order.
 std::byte* split_room(std::size_t bytes, int device, cudaStream_t stream) {
-  static StreamMap<DeviceBuffer> all;
-  DeviceBuffer& room = all.at(device, stream);
-  if (room.bytes() < bytes) room = DeviceBuffer(bytes, device);
+  static StreamMap<ScratchBuffer> all;
+  ScratchBuffer& room = all.at(device, stream);
+  room.reserve(bytes, /*zero=*/false, device, stream);
   return room.as<std::byte>();
 }
 
