@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
 #include "core/cuda/scratch_buffer.h"
 #include "core/cuda/stream_map.h"
 #include "ops/router/cuda/gate_gemm.h"
