@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/cuda/case_filter.h"
 #include "bench/cuda/gemm_anchor.h"
 #include "bench/cuda/run_main.h"
 #include "bench/loads.h"
@@ -259,10 +260,12 @@ int main_checked(int argc, char** argv) {
   if (with_loads) {
     for (const char* load : bench::kWorkloads) shapes.push_back({64, 1024, 2048, 768, load});
   }
+  CaseFilter cases(filter);
   for (const Shape& shape : shapes) {
-    if (name_of(shape).find(filter) != std::string::npos) measure(shape, dense, with_tiles);
+    if (cases.takes(name_of(shape))) measure(shape, dense, with_tiles);
   }
   std::fclose(g_out);
+  cases.check_used();
   return g_all_match ? 0 : 1;
 }
 

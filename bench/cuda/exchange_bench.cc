@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "bench/cuda/case_filter.h"
 #include "bench/cuda/exchange_group.h"
 #include "bench/cuda/exchange_processes.h"
 #include "bench/cuda/exchange_record.h"
@@ -28,7 +29,7 @@ constexpr int kSteps = 8, kReplays = 50;
 
 std::FILE* g_out = nullptr;
 bool g_all_match = true;
-std::string g_filter;
+CaseFilter g_filter;
 std::string g_parts;           // of --tune: the sweeps to print
 NcclWorld* g_world = nullptr;  // --processes: this rank's
 
@@ -73,7 +74,7 @@ void measure_without_weights(ExchangeGroup& g, const std::string& name, double f
 // The steps of one shape between two ranks.
 void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const std::string& where, const Targets& want) {
   const std::string name = fmt::format("T{} H{} K{} E{}{}{} {}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "", c.load.empty() ? "" : " " + c.load, where);
-  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  if (!g_filter.takes(name)) return;
   ExchangeGroup g = make_group(c, devices);
   const bool ok = g.check();
   const ReceiveLayout received = g.received();
@@ -114,7 +115,7 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
 // Permute and its counterpart on one GPU, at the shapes of the table: one rank stands for the receiver.
 void measure_local(const ExchangeShapeCase& c, double permute_target, double unpermute_target) {
   const std::string name = fmt::format("R{} H{} L{}", c.T, c.H, c.E);
-  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  if (!g_filter.takes(name)) return;
   ExchangeGroup g(c, 1, {0});
   const bool ok = g.check();
   const ReceiveLayout received = g.received();
@@ -269,7 +270,7 @@ void tune_reduce(ExchangeGroup& g, const std::string& name) {
 
 void tune_local(const ExchangeShapeCase& c) {
   const std::string name = fmt::format("R{} H{} L{}", c.T, c.H, c.E);
-  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  if (!g_filter.takes(name)) return;
   ExchangeGroup g(c, 1, {0});
   if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
   tune_reduce(g, name);
@@ -277,7 +278,7 @@ void tune_local(const ExchangeShapeCase& c) {
 
 void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   const std::string name = fmt::format("T{} H{} K{} E{}", c.T, c.H, c.K, c.E);
-  if (!g_filter.empty() && name.find(g_filter) == std::string::npos) return;
+  if (!g_filter.takes(name)) return;
   ExchangeGroup g(c, 2, devices);
   if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
   const auto wanted = [](const char* part) { return g_parts.find(part) != std::string::npos; };
@@ -312,6 +313,7 @@ int two_processes(const std::string& path, const ExchangeShapeCase& deepseek, co
     measure(deepseek, devices, "2 processes", {0, 190, 205, 280, 195, 280});
     measure(sparser, devices, "2 processes", {45, 60, 0, 0, 50, 0});
     if (g_out != nullptr) std::fclose(g_out);
+    g_filter.check_used();
     return g_all_match ? 0 : 1;
   });
 }
@@ -330,7 +332,7 @@ int main_checked(int argc, char** argv) {
     } else if (argument == "--parts" && i + 1 < argc) {
       g_parts = argv[++i];
     } else if (argument == "--filter" && i + 1 < argc) {
-      g_filter = argv[++i];
+      g_filter = CaseFilter(argv[++i]);
     } else {
       WB_CHECK(!argument.starts_with("-"), "unknown option {}, or its value is missing", argument);
       path = argument;
@@ -352,6 +354,7 @@ int main_checked(int argc, char** argv) {
     }
     tune(deepseek, devices), tune(sparser, devices);
     tune_local({65536, 512, 5, 32, 0, 0.9}), tune_local({8192, 7168, 4, 128});
+    g_filter.check_used();
     return g_all_match ? 0 : 1;
   }
   const bool linked = count > 1;
@@ -366,6 +369,7 @@ int main_checked(int argc, char** argv) {
   measure_local({65536, 512, 5, 32, 0, 0.9}, 105, 110);
   measure_local({8192, 7168, 4, 128}, 587.2 / 4.29 / 0.85, 587.2 / 4.29 / 0.85);
   std::fclose(g_out);
+  g_filter.check_used();
   return g_all_match ? 0 : 1;
 }
 

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/cuda/case_filter.h"
 #include "bench/cuda/gemm_burst.h"
 #include "bench/loads.h"
 #include "core/cuda/cuda_error.h"
@@ -161,10 +162,12 @@ int run_matmul_bench(const MatmulOptions& options, const std::vector<MatmulShape
   MatmulReport report(options.path, target_dense);
   report.set_dense(anchor.tflops());
   fmt::print("dense {}: {:.1f} TFLOP/s\n", what, report.wanted(target_dense));
+  CaseFilter filter(options.filter);
   for (const MatmulShape& shape : shapes) {
-    if (shape.name().find(options.filter) == std::string::npos) continue;
+    if (!filter.takes(shape.name())) continue;
     options.is_sweep ? sweep_shape<Bench>(shape, options, report) : measure_shape<Bench>(shape, options, report);
   }
+  filter.check_used();
   report.add_dense(op, what, anchor.tflops());
   return report.all_match() ? 0 : 1;
 }

@@ -156,11 +156,8 @@ class Comparison {
 
   void run(const Shape& shape, const std::vector<int>& devices, const std::string& load) {
     Problem problem(shape, options_.ranks, devices, load);
-    std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.E));
     double factor = options_.factor;
     if (load != "natural") {  // ids are known
-      count_ids(problem, counts);
-      problem.set_counts(counts);
       const double mean = static_cast<double>(problem.T_max() * shape.K);
       factor = std::max(factor, 1.05 * static_cast<double>(problem.hottest_rank_rows()) / mean);
     }
@@ -202,16 +199,6 @@ class Comparison {
     const std::string difference = reference.compare(problem, places, kStackBound, error);
     WB_CHECK(difference.empty(), "{}; not timed", difference);
     measure(problem, design, runner, error);
-  }
-
-  static void count_ids(Problem& problem, std::vector<std::int64_t>& counts) {
-    for (int r = 0; r < problem.P(); ++r) {
-      std::vector<std::int16_t> ids(static_cast<std::size_t>(problem.rank(r).ids.size()));
-      WB_TRY_CUDA(cudaMemcpy(ids.data(), problem.rank(r).ids.data, ids.size() * 2, cudaMemcpyDeviceToHost));
-      for (const std::int16_t id : ids) {
-        if (id >= 0) ++counts[static_cast<std::size_t>(id)];
-      }
-    }
   }
 
   // The sparse stack's routes become the problem's; a token of every rank against the dense loop in double: the largest relative norm.

@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where a step of the MoE layer spends its time: forward and backward on virtual ranks of one GPU, a time per phase from events between the
 // kernels (eager), and the whole step as one graph.
-//   bench_cuda_moe_phases [--ranks P]
+//   bench_cuda_moe_phases [--ranks P] [--filter TEXT] [--load W0,W1,...]      --load: replays the routes of these loads of bench/shapes/loads.toml
+#include <algorithm>
 #include <cstdio>
-#include <cstring>
+#include <cstdlib>
 #include <map>
+#include <sstream>
 
+#include "bench/cuda/case_filter.h"
 #include "bench/cuda/gemm_burst.h"
+#include "bench/cuda/moe/problem.h"
+#include "bench/cuda/run_main.h"
 #include "core/cuda/graph.h"
-#include "cuda/device_random.h"
 #include "fabric/cuda_local/local_ranks.h"
 #include "moe/cuda/device_moe.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
+#include "waybill/workload.h"
 
-namespace waybill::cuda {
+namespace waybill::cuda::moe_bench {
 namespace {
 
-struct Shape {
-  const char* name;
-  std::int64_t T, H, F, E, K;
-};
-constexpr Shape kShapes[] = {
+const Shape kShapes[] = {
     {"T8192 H7168 F2048 E64 K8", 8192, 7168, 2048, 64, 8},
     {"T8192 H512 F512 E64 K36", 8192, 512, 512, 64, 36},
     {"T8192 H2048 F512 E512 K10", 8192, 2048, 512, 512, 10},
@@ -54,27 +55,8 @@ class PhaseEvents {
   std::size_t next_ = 0;
 };
 
-class Tensors {
- public:
-  TensorView random(std::initializer_list<std::int64_t> shape, float scale) {
-    const TensorView view = make(DType::kBF16, shape);
-    fill_normal(view.data, view.dtype, static_cast<std::size_t>(view.size()), ++seed_, scale, nullptr);
-    return view;
-  }
-  TensorView make(DType dtype, std::initializer_list<std::int64_t> shape) {
-    TensorView view(nullptr, dtype, shape, Device{DeviceType::kCuda, 0});
-    memory_.emplace_back(static_cast<std::size_t>(view.size()) * size_bytes(dtype));
-    view.data = memory_.back().data();
-    return view;
-  }
-
- private:
-  std::vector<DeviceBuffer> memory_;
-  std::uint64_t seed_ = 0;
-};
-
-void report(const char* name, int P, const std::map<Phase, double>& forward, const std::map<Phase, double>& backward, double graph_us, double flops) {
-  std::printf("%s, %d rank(s)\n  %-12s %9s %9s\n", name, P, "us", "forward", "backward");
+void report(const std::string& name, int P, const std::map<Phase, double>& forward, const std::map<Phase, double>& backward, double graph_us, double flops) {
+  std::printf("%s, %d rank(s)\n  %-12s %9s %9s\n", name.c_str(), P, "us", "forward", "backward");
   double sum_forward = 0, sum_backward = 0;
   for (const Phase phase :
        {Phase::kGate, Phase::kRouter, Phase::kPlan, Phase::kDispatch, Phase::kShared, Phase::kExpertGemm, Phase::kActivation, Phase::kCombine}) {
@@ -87,45 +69,35 @@ void report(const char* name, int P, const std::map<Phase, double>& forward, con
   std::fflush(stdout);
 }
 
-void run(const Shape& s, int P, float factor) {
-  MoeConfig c;
-  c.H = s.H, c.F = s.F, c.E = s.E, c.K = s.K, c.T_max = s.T;
-  c.mode = ExchangeMode::kCaptured, c.receive_factor = factor, c.combine_wire = CombineWire::kBF16, c.recipe.kind = Recipe::kBF16;
+void run(const Shape& s, int P, const std::string& load) {
+  Problem problem(s, P, {0}, load);
+  const std::string name = s.name + (load == "natural" ? "" : " " + load);
   PhaseEvents events;
   DeviceMoeOptions options;
   options.on_phase = [&](Phase phase, cudaStream_t stream) { events.mark(phase, stream); };
   const int devices[] = {0};
+  const double mean = static_cast<double>(problem.T_max() * s.K);
+  const MoeConfig c = problem.layer_config(load == "natural" ? 1.25 : std::max(1.25, 1.05 * static_cast<double>(problem.hottest_rank_rows()) / mean));
   CudaLocalGroup group(P, devices, DeviceMoeLayer::arena_bytes(c, P, options));
   const CudaStream stream;
   DeviceMoeLayer layer(
-      c, local_ranks(group, 0), 0, [&](const std::string& name, std::size_t bytes) { return group.window(name, bytes); }, options);
+      c, local_ranks(group, 0), 0, [&](const std::string& window, std::size_t bytes) { return group.window(window, bytes); }, options);
   DeviceMoeStep step = layer.make_step();
-  Tensors tensors;
   std::vector<MoeTensors> weights, gradients;
-  std::vector<TensorView> x, out, d_out, dx;
-  const std::int64_t L = s.E / P;
-  for (int p = 0; p < P; ++p) {
-    MoeTensors w, g;
-    w.gate = tensors.random({s.E, s.H}, 1 / std::sqrt(static_cast<float>(s.H)));
-    w.w1 = tensors.random({L, 2 * s.F, s.H}, 1 / std::sqrt(static_cast<float>(s.H))),
-    w.w2 = tensors.random({L, s.H, s.F}, 1 / std::sqrt(static_cast<float>(s.F)));
-    g.gate = tensors.make(DType::kF32, {s.E, s.H});
-    g.w1 = tensors.make(DType::kBF16, {L, 2 * s.F, s.H}), g.w2 = tensors.make(DType::kBF16, {L, s.H, s.F});
-    weights.push_back(w), gradients.push_back(g);
-    x.push_back(tensors.random({s.T, s.H}, 1)), d_out.push_back(tensors.random({s.T, s.H}, 1));
-    out.push_back(tensors.make(DType::kBF16, {s.T, s.H})), dx.push_back(tensors.make(DType::kBF16, {s.T, s.H}));
+  std::vector<TensorView> x, out, d_out, dx, ids;
+  for (const RankTensors* t : problem.on(0)) {
+    weights.push_back(t->weights), gradients.push_back(t->gradients);
+    x.push_back(t->x), out.push_back(t->out), d_out.push_back(t->d_out), dx.push_back(t->dx);
+    if (load != "natural") ids.push_back(t->ids);
   }
-  WB_TRY_CUDA(cudaDeviceSynchronize());
-  const auto forward = [&](cudaStream_t on) { layer.forward(weights, x, out, step, {}, on); };
+  DeviceMoeForward replay;
+  replay.replay_ids = ids;
+  const auto forward = [&](cudaStream_t on) { layer.forward(weights, x, out, step, replay, on); };
   const auto backward = [&](cudaStream_t on) { layer.backward(weights, gradients, x, d_out, dx, step, {}, on); };
   forward(stream), backward(stream);
   stream.synchronize();
   const std::string error = group.first_error();
-  if (!error.empty() || step.report(0).valid == 0) {
-    std::printf("%s: %s, slot demand %ld of %ld\n", s.name, error.c_str(), static_cast<long>(step.report(0).max_slot_demand),
-                static_cast<long>(layer.budget().slots));
-    return;
-  }
+  WB_CHECK(error.empty() && step.report(0).valid != 0, "{}: {}, slot demand {} of {}", name, error, step.report(0).max_slot_demand, layer.budget().slots);
   std::vector<std::map<Phase, double>> forwards, backwards;
   for (int i = 0; i < 8; ++i) {
     spin(10, stream);  // the host queues ahead
@@ -153,24 +125,48 @@ void run(const Shape& s, int P, float factor) {
     }
     return middle;
   };
-  report(s.name, P, median(forwards), median(backwards), time.us, 18.0 * static_cast<double>(s.T * s.K * s.H * s.F) * P);
+  const double routes = load == "natural" ? static_cast<double>(s.T * s.K * P) : static_cast<double>(problem.routes());
+  report(name, P, median(forwards), median(backwards), time.us, 18.0 * routes * static_cast<double>(s.H * s.F));
+}
+
+int main_checked(int argc, char** argv) {
+  int only = 0;
+  CaseFilter filter;
+  std::vector<std::string> loads{"natural"};
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    WB_CHECK(i + 1 < argc, "{} is no option, or its value is missing", argument);
+    const std::string value = argv[++i];
+    if (argument == "--ranks") {
+      only = std::atoi(value.c_str());
+      WB_CHECK(only == 1 || only == 2, "--ranks takes 1 or 2, got {}", value);
+    } else if (argument == "--filter") {
+      filter = CaseFilter(value);
+    } else if (argument == "--load") {
+      loads.clear();
+      std::stringstream list(value);
+      for (std::string load; std::getline(list, load, ',');) {
+        if (load != "natural") parse_workload(load);  // a wrong name ends here
+        loads.push_back(load);
+      }
+    } else {
+      WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", argument);
+    }
+  }
+  register_router(), register_gemm(), register_activation();
+  for (const Shape& shape : kShapes) {
+    for (const std::string& load : loads) {
+      if (!filter.takes(shape.name + " " + load)) continue;
+      for (const int P : {1, 2}) {
+        if (only == 0 || only == P) run(shape, P, load);
+      }
+    }
+  }
+  filter.check_used();
+  return 0;
 }
 
 }  // namespace
-}  // namespace waybill::cuda
+}  // namespace waybill::cuda::moe_bench
 
-int main(int argc, char** argv) {
-  using namespace waybill::cuda;
-  register_router(), register_gemm(), register_activation();
-  const int only = argc > 2 && std::strcmp(argv[1], "--ranks") == 0 ? std::atoi(argv[2]) : 0;
-  try {
-    for (const Shape& shape : kShapes) {
-      for (const int P : {1, 2}) {
-        if (only == 0 || only == P) run(shape, P, 1.25f);
-      }
-    }
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return waybill::cuda::run_main("bench_cuda_moe_phases", waybill::cuda::moe_bench::main_checked, argc, argv); }

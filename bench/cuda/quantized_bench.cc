@@ -135,13 +135,15 @@ int main_checked(int argc, char** argv) {
   for (const char* load : bench::kWorkloads) {
     if (options.with_loads) shapes.push_back({64, 1024, 2048, 1024, load, 0, 0, 0, 0});
   }
+  CaseFilter filter(options.filter);
   for (const MatmulShape& shape : shapes) {
-    if (shape.name().find(options.filter) == std::string::npos) continue;
+    if (!filter.takes(shape.name())) continue;
     for (const Format& format : kFormats) {
       Bench bench(shape, format, report);
       bench.forward(options.op), bench.wgrad(options.op);
     }
   }
+  filter.check_used();
   return report.all_match() ? 0 : 1;
 }
 

@@ -14,6 +14,7 @@
 #include <random>
 #include <string>
 
+#include "bench/cuda/case_filter.h"
 #include "bench/cuda/gate_bench.h"
 #include "bench/cuda/router_check.h"
 #include "bench/cuda/run_main.h"
@@ -415,18 +416,20 @@ int main_checked(int argc, char** argv) {
     cases.push_back({fmt::format("T{} E256 K8 sigmoid {}", T, load), T, 256, 8, S::kSigmoid, true, 1, 1, false, 0, load});
   }
   measure_device_copy();
+  CaseFilter taken(filter);
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     for (const Case& c : cases) {
-      if (c.name.find(filter) == std::string::npos || (dtype != DType::kF32 && !c.load.empty())) continue;
+      if (!taken.takes(c.name) || (dtype != DType::kF32 && !c.load.empty())) continue;
       const bool backward = dtype == DType::kF32 && !c.bias;
       run(c, dtype, backward, c.E == 2304 ? 28 : (c.E == 256 && c.load.empty() ? 6 : 0), c.E == 2304 ? 50 : 0);
     }
   }
   for (const GateShape& s : {GateShape{8192, 7168, 256, DType::kBF16}, GateShape{8192, 2048, 512, DType::kBF16}, GateShape{8192, 512, 2304, DType::kBF16},
                              GateShape{16384, 2048, 128, DType::kBF16}, GateShape{8192, 2048, 512, DType::kF32}}) {
-    if (filter.empty() || filter == "gate") run_gate(s);
+    if ((filter.empty() || filter == "gate") && taken.takes("gate")) run_gate(s);
   }
   std::fclose(g_out);
+  taken.check_used();
   return g_all_match ? 0 : 1;
 }
 

@@ -3,9 +3,9 @@
 """waybill.jax or waybill.torch on a GPU: the grouped matmul's rate beside the same kernels called from C++ and beside the framework's own, and the host
 time of each op.
 
-  python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--json FILE] [--rate-only | --host-only]
+  python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--load W0] [--json FILE] [--rate-only | --host-only]
 
-Rate: bf16, even groups, random normal data; a sample of each result is compared with sums in float64 before anything is timed. JAX has no events of its own:
+Rate: bf16, even groups or those of a load (W0 to W9, loads.py), random normal data; a sample of each result is compared with sums in float64 before anything is timed. JAX has no events of its own:
 one call and eleven calls of a jitted program are timed, each on an idle device, and the tenth part of the difference is taken, median of 5. PyTorch: as
 bench_cuda_gemm, 10 calls between two events after 15 ms of spinning, median of 5. --cpp: records of `bench_cuda_gemm GEMM.jsonl --filter ...` of the same
 session, whose rates stand in the column C++. XLA's ragged_dot is whatever the installed XLA lowers it to; it is timed over two calls.
@@ -18,6 +18,8 @@ import argparse
 import json
 import statistics
 import time
+
+import loads
 
 SHAPE = (32, 1024, 4096, 7168)  # groups, rows a group, N, C
 
@@ -41,11 +43,15 @@ def clock(call, count=1000, every=20, wait=lambda: None):
     return median_us(samples)
 
 
-def cpp_rates(path, shape):
+def counts_of(shape, load):
+    return [shape[1]] * shape[0] if load == "even" else loads.counts(load, shape[0], shape[1])
+
+
+def cpp_rates(path, shape, load):
     """TFLOP/s of the C++ benchmark by product."""
     if path is None:
         return {}
-    case = "{}x{} N{} C{} even".format(*shape)
+    case = "{}x{} N{} C{} {}".format(*shape, load)
     records = [json.loads(line) for line in open(path, encoding="utf-8")]
     names = {"gemm_fwd": "forward", "gemm_dgrad": "dgrad", "gemm_wgrad bf16": "wgrad"}
     return {names[r["op"]]: r["tflops"] for r in records if r.get("case") == case and r["op"] in names}
@@ -59,16 +65,17 @@ def table(rows, flops, cpp):
         print(f"| {name} | {us:.1f} | {rate:.1f} | {beside} |", flush=True)
 
 
-def jax_rates(shape, cpp):
+def jax_rates(shape, load, cpp):
     import jax
     import jax.numpy as jnp
     import numpy as np
     import waybill.jax as wbj
 
     L, rows, N, C = shape
-    S, keys = L * rows, jax.random.split(jax.random.key(1), 3)
+    counts = counts_of(shape, load)
+    S, keys = sum(counts), jax.random.split(jax.random.key(1), 3)
     a, w, dy = (jax.random.normal(key, dims, jnp.bfloat16) for key, dims in zip(keys, ((S, C), (L, C, N), (S, N))))
-    sizes = jnp.full(L, rows, jnp.int32)
+    sizes, group = jnp.array(counts, jnp.int32), np.repeat(np.arange(L), counts)
 
     def dgrad(dot):
         return jax.jit(lambda a, w, dy: jax.vjp(lambda a: dot(a, w, sizes), a)[1](dy)[0])
@@ -88,7 +95,7 @@ def jax_rates(shape, cpp):
     for name in ("waybill ragged_dot forward", "waybill LNC forward", "XLA ragged_dot forward"):
         call, operands = calls[name]
         got = np.asarray(call(*operands)[sample], np.float64)
-        want = np.stack([np.asarray(a[s], np.float64) @ np.asarray(w[s // rows], np.float64) for s in sample])
+        want = np.stack([np.asarray(a[s], np.float64) @ np.asarray(w[group[s]], np.float64) for s in sample])
         error = abs(got - want).max() / abs(want).max()
         assert error < 1e-2, (name, error)
 
@@ -151,15 +158,16 @@ def jax_host():
     return result
 
 
-def torch_rates(shape, cpp):
+def torch_rates(shape, load, cpp):
     import torch
     import waybill.torch as wbt
     from torch_grouped import time_us
 
     L, rows, N, C = shape
-    S = L * rows
+    counts = torch.tensor(counts_of(shape, load), dtype=torch.int32, device="cuda")
+    S, group = int(counts.sum()), torch.repeat_interleave(torch.arange(L, device="cuda"), counts)
     a, w, dy = (torch.randn(*dims, device="cuda", dtype=torch.bfloat16) for dims in ((S, C), (L, N, C), (S, N)))
-    offsets = torch.arange(0, S + 1, rows, dtype=torch.int32, device="cuda")
+    offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     ops = torch.ops.waybill
     calls = {
         "waybill forward": lambda: wbt.grouped_matmul(a, w, offsets),
@@ -173,7 +181,7 @@ def torch_rates(shape, cpp):
             "torch._grouped_mm wgrad": lambda: torch._grouped_mm(dy.t(), a, offs=offsets[1:]),
         }
     sample = torch.randint(0, S, (50,), device="cuda")
-    got, want = calls["waybill forward"]()[sample].double(), torch.stack([a[s].double() @ w[s // rows].double().T for s in sample])
+    got, want = calls["waybill forward"]()[sample].double(), torch.stack([a[s].double() @ w[group[s]].double().T for s in sample])
     assert (got - want).abs().max() < 1e-2 * want.abs().max()
     result = {name: time_us(call) for name, call in calls.items()}
     table(result, 2.0 * S * N * C, cpp)
@@ -234,14 +242,15 @@ def main():
     parser.add_argument("framework", choices=["jax", "torch"])
     parser.add_argument("--cpp")
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))), default=SHAPE)
+    parser.add_argument("--load", default="even", choices=["even", *loads.WORKLOADS])
     parser.add_argument("--json")
     parser.add_argument("--rate-only", action="store_true")
     parser.add_argument("--host-only", action="store_true")
     args = parser.parse_args()
-    record = {"framework": args.framework, "shape": args.shape}
+    record = {"framework": args.framework, "shape": args.shape, "load": args.load}
     if not args.host_only:
-        print("{}x{} N{} C{} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape))
-        record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, cpp_rates(args.cpp, args.shape))
+        print("{}x{} N{} C{} {} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape, args.load))
+        record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load))
     if not args.rate_only:
         print("host time, us: | op | call | empty | added | call finished | empty finished |" if args.framework == "jax" else "host time, us: | op | call |")
         record["host_us"] = {"jax": jax_host, "torch": torch_host}[args.framework]()

@@ -3,12 +3,15 @@
 """Times the MoE block in JAX: waybill.jax beside ways to write it in JAX, forward and forward + backward, jitted, and the host time of each op.
 
   python3 bench/peers/jax_moe.py [--shape small|demo] [--platform cpu|cuda] [--devices N] [--seconds S] [--json FILE] [--host-only]
+      [--load W0]
 
 Stacks, same weights and routes: "waybill moe_block"; "waybill ops" (router, permute or dispatch, ragged_dot, combine); "ragged_dot" (rows sorted by expert, XLA's
 default lowering of jax.lax.ragged_dot); "dense loop" (every expert on every token, times its weight). With --devices N > 1 the tokens and experts
 are spread over a mesh axis: ours, and "all_to_all": pairs packed by device into equal buffers of twice the mean load, jax.lax.all_to_all,
 ragged_dot, all_to_all back. That one drops what passes its buffers; the check fails then, so that only dropless runs are timed.
 Each is checked against the dense loop, values and gradients, before anything is timed. Stacks take turns; medians and p90.
+
+--load W0 to W9: logits whose largest are the load's ids (the gate is a unit matrix, x starts with the logits; loads.py), on one device.
 
 Host time of an op: a jitted program with the op on one row, minus a jitted program with the same arguments and results and no op, and minus the same work called in
 the library directly where that is more than one matmul; medians of 1,000 calls.
@@ -26,6 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+
+import loads
 
 SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792)}  # T, H, E, K, F
 
@@ -103,13 +108,18 @@ def waybill_stacks(config, axis_name):
     return {"waybill moe_block": block, "waybill ops": ops}
 
 
-def stacks_of(shape, devices):
+def stacks_of(shape, devices, load=None):
     import waybill.jax as wbj
 
     T, H, E, K, inner = SHAPES[shape]
     config = wbj.MoeConfig(H=H, F=inner, router=wbj.RouterConfig(E=E, K=K))
     params = wbj.init_params(jax.random.key(1), config)
     x, d_out = (jax.random.normal(jax.random.key(seed), (T * devices, H)) for seed in (2, 3))
+    if load is not None:
+        normal = np.random.default_rng(1).standard_normal
+        wanted = loads.logits(load, T, K, E, normal)
+        x = jnp.concatenate([wanted, normal((len(wanted), H - E))], 1).astype(jnp.float32)
+        d_out, params["gate"] = jax.random.normal(jax.random.key(3), x.shape), jnp.eye(E, H)
     if devices == 1:
         functions = waybill_stacks(config, None) | {"ragged_dot": ragged_dot_block, "dense loop": dense_loop}
         blocks = {name: functools.partial(function, K=K) for name, function in functions.items()}
@@ -241,7 +251,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--json")
     parser.add_argument("--host-only", action="store_true")
+    parser.add_argument("--load", choices=loads.WORKLOADS)
     args = parser.parse_args()
+    if args.load and args.devices > 1:
+        parser.error(f"--load {args.load} works on one device, --devices is {args.devices}")
     jax.config.update("jax_platforms", args.platform)
     if args.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", args.devices)
@@ -251,11 +264,12 @@ def main():
         for name, values in record["host_us"].items():
             print("| {} | {call_us:.1f} | {empty_us:.1f} | {library_us:.1f} | {added_us:.1f} |".format(name, **values))
     else:
-        calls, operands = stacks_of(args.shape, args.devices)
+        calls, operands = stacks_of(args.shape, args.devices, args.load)
+        record["load"] = args.load or "natural"
         record["shape"] = dict(zip("THEKF", SHAPES[args.shape]))
         record["forward"] = summary(take_turns({name: functools.partial(forward, *operands) for name, (forward, _) in calls.items()}, args.seconds / 3))
         record["forward_backward"] = summary(take_turns({name: functools.partial(both, *operands) for name, (_, both) in calls.items()}, args.seconds))
-        print(f"{args.shape} {record['shape']} a device, {args.devices} {args.platform} device(s), float32; ms, equal results were checked first")
+        print(f"{args.shape} {record['shape']} a device, {args.devices} {args.platform} device(s), load {record['load']}, float32; ms, equal results were checked first")
         ours = record["forward_backward"]["waybill moe_block"]["median_ms"]
         for name in calls:
             both = record["forward_backward"][name]

@@ -3,8 +3,9 @@
 """Times torch's grouped matmuls on the shapes of bench_cuda_gemm with the same method: 15 ms of spinning, then 10 calls between two events,
 median of 5. torch._grouped_mm (bf16); wgrad stores bf16.
 
-  python3 bench/peers/torch_grouped.py OUT.jsonl [--loads]
+  python3 bench/peers/torch_grouped.py OUT.jsonl [--loads | --only-loads]
   python3 bench/peers/torch_grouped.py OUT.jsonl --fp8
+--loads: also softmax, hot90 and zipf at two shapes, and W0 to W9 at 64x1024 N2048 C1024 (loads.py); --only-loads: nothing else.
 --fp8: torch._scaled_grouped_mm (E4M3, row-wise scales, fast accumulation) instead, the peer of bench_cuda_fp8's forward. Row-wise scales are
 coarser than blocks of 128: torch adds no products of blocks in fp32.
 """
@@ -14,11 +15,14 @@ import sys
 
 import torch
 
+import loads
+
 SHAPES = [
     (8, 4096, 4096, 7168), (8, 4096, 7168, 2048), (32, 1024, 4096, 7168), (128, 2048, 1536, 2048), (128, 2048, 2048, 768),
     (32, 288, 512, 1024), (32, 9216, 1024, 512), (256, 320, 1024, 2048), (256, 320, 2048, 512),
 ]  # fmt: skip
 LOADED = [(32, 9216, 1024, 512), (32, 1024, 4096, 7168)]
+WORKLOAD_SHAPE = (64, 1024, 2048, 1024)
 
 
 def time_us(fn):
@@ -39,6 +43,8 @@ def time_us(fn):
 
 def counts_of(groups, rows, load):
     """The loads of bench_cuda_gemm by shape; softmax draws other normal numbers."""
+    if load in loads.WORKLOADS:
+        return loads.counts(load, groups, rows)
     total = groups * rows
     if load == "even":
         return [rows] * groups
@@ -47,7 +53,7 @@ def counts_of(groups, rows, load):
     elif load == "zipf":
         share = [1 / (i + 1) for i in range(groups)]
     elif load != "hot90":
-        raise ValueError(f"unknown load {load!r} (even, softmax, hot90, zipf)")
+        raise ValueError(f"unknown load {load!r} (even, softmax, hot90, zipf, W0 to W9)")
     else:
         share = [9.0 * (groups - 1)] + [1.0] * (groups - 1)
     counts = [int(s / sum(share) * total) for s in share]
@@ -59,7 +65,7 @@ def counts_of(groups, rows, load):
 def measure(groups, rows, n, c, load):
     counts = torch.tensor(counts_of(groups, rows, load))
     offsets = torch.cumsum(counts, 0).to(torch.int32).cuda()
-    s = groups * rows
+    s = int(offsets[-1])
     a = torch.randn(s, c, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(groups, n, c, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(s, n, device="cuda", dtype=torch.bfloat16)
@@ -68,7 +74,7 @@ def measure(groups, rows, n, c, load):
         "gemm_dgrad": lambda: torch._grouped_mm(dy, w, offs=offsets),
         "gemm_wgrad bf16": lambda: torch._grouped_mm(dy.t(), a, offs=offsets),
     }
-    return {op: time_us(fn) for op, fn in ops.items()}
+    return s, {op: time_us(fn) for op, fn in ops.items()}
 
 
 def measure_fp8(groups, rows, n, c):
@@ -92,14 +98,16 @@ def main():
     y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     dense = 2 * 8192**3 / time_us(lambda: x @ y.t()) * 1e-6
     print(f"dense 8192^3: {dense:.1f} TFLOP/s")
-    cases = [(*s, "even") for s in SHAPES]
-    if "--loads" in sys.argv:
+    only = "--only-loads" in sys.argv
+    cases = [] if only else [(*s, "even") for s in SHAPES]
+    if only or "--loads" in sys.argv:
         cases += [(*s, load) for load in ("softmax", "hot90", "zipf") for s in LOADED]
+        cases += [(*WORKLOAD_SHAPE, load) for load in loads.WORKLOADS]
     with open(sys.argv[1], "w", encoding="utf-8") as out:
         for groups, rows, n, c, load in cases:
-            flops = 2 * groups * rows * n * c
-            line = ""
-            for op, us in measure(groups, rows, n, c, load).items():
+            s, times = measure(groups, rows, n, c, load)
+            flops, line = 2 * s * n * c, ""
+            for op, us in times.items():
                 case = f"{groups}x{rows} N{n} C{c} {load}"
                 record = {"op": op, "case": case, "torch_version": torch.__version__, "peers": {"torch": round(us, 2)}, "dense": round(dense, 1)}
                 out.write(json.dumps(record) + "\n")

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the MoE block in PyTorch: waybill.torch.MoE beside ways to write it in PyTorch, forward and forward + backward, and its host time.
 
-  python3 bench/peers/torch_moe.py [--shape small|demo] [--device cpu] [--threads N] [--seconds S] [--json FILE] [--host-only]
+  python3 bench/peers/torch_moe.py [--shape small|demo] [--device cpu] [--threads N] [--seconds S] [--json FILE] [--host-only] [--load W0]
 
 Stacks, same weights and routes: "sorted loop" orders (token, expert) pairs by expert once and loops over slices; "masked loop" finds each
 expert's tokens, as transformers' eager experts do; "grouped_mm" is torch's grouped matmul over the sorted rows (bfloat16 only on some builds);
 "transformers" is its Mixtral block. Each is checked against the sorted loop, values and gradients, before anything is timed; a stack that
 fails the check ends the program, one that is not there is named as such. Stacks take turns, one call each a round; medians and p90.
+
+--load W0 to W9: logits whose largest are the load's ids (the gate is a unit matrix, x starts with the logits; loads.py).
 
 Host time: forward + backward of a block of one token and 8 x 8 experts in eager mode, medians of 1,000 calls: the whole call, an autograd node that
 does nothing, the two calls of the library (its kernels), and what is left: the time the binding adds.
@@ -22,6 +24,8 @@ import time
 
 import torch
 import torch.nn.functional as F
+
+import loads
 
 SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792)}  # T, H, E, K, F
 
@@ -134,12 +138,17 @@ def evaluated(block, x):
         block(x)
 
 
-def stacks_of(shape, device):
+def stacks_of(shape, device, load=None):
     T, H, E, K, inner = SHAPES[shape]
     torch.manual_seed(1)
     new = lambda *dims: torch.nn.Parameter(torch.randn(*dims, device=device) * dims[-1] ** -0.5)  # noqa: E731
     parameters = new(E, H), new(E, 2 * inner, H), new(E, H, inner)
-    x, d_out = torch.randn(T, H, device=device), torch.randn(T, H, device=device)
+    x = torch.randn(T, H, device=device)
+    if load is not None:
+        wanted = torch.from_numpy(loads.logits(load, T, K, E, lambda size: torch.randn(size).numpy())).to(device)
+        x = torch.cat([wanted, torch.randn(len(wanted), H - E, device=device)], 1)
+        parameters[0].data = torch.eye(E, H, device=device)
+    d_out = torch.randn_like(x)
     makers = {"waybill": lambda: waybill_block(parameters, K), "sorted loop": lambda: functional(sorted_loop, parameters, K),
               "masked loop": lambda: functional(masked_loop, parameters, K), "grouped_mm": lambda: functional(grouped_mm, parameters, K),
               "transformers": lambda: transformers_block(parameters, K)}  # fmt: skip
@@ -214,6 +223,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--json")
     parser.add_argument("--host-only", action="store_true")
+    parser.add_argument("--load", choices=loads.WORKLOADS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     record = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "threads": args.threads, "host_us": host_time()}
@@ -221,12 +231,12 @@ def main():
           .format(**record["host_us"]))  # fmt: skip
     if not args.host_only:
         device = torch.device(args.device)
-        stacks, parameters, x, d_out = stacks_of(args.shape, device)
-        record |= {"shape": dict(zip("THEKF", SHAPES[args.shape])), "device": str(device)}
+        stacks, parameters, x, d_out = stacks_of(args.shape, device, args.load)
+        record |= {"shape": dict(zip("THEKF", SHAPES[args.shape])), "load": args.load or "natural", "device": str(device)}
         record["forward"] = take_turns({name: lambda block=block: evaluated(block, x) for name, block in stacks.items()}, args.seconds / 3, device)
         record["forward_backward"] = take_turns({name: lambda block=block: run(block, parameters, x, d_out) for name, block in stacks.items()},
                                                 args.seconds, device)  # fmt: skip
-        print(f"{args.shape} {record['shape']}, {device}, {args.threads} threads, float32; ms, equal results were checked first")
+        print(f"{args.shape} {record['shape']}, load {record['load']}, {device}, {args.threads} threads, float32; ms, equal results were checked first")
         ours = record["forward_backward"]["waybill"]["median_ms"]
         for name in stacks:
             both = record["forward_backward"][name]

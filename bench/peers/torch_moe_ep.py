@@ -3,6 +3,7 @@
 """Times an expert-parallel MoE layer in PyTorch, forward + backward in bf16, one process a GPU over NCCL: what the module benchmark compares with.
 
   python3 bench/peers/torch_moe_ep.py OUT.jsonl [--shape NAME ...] [--variant grouped|compiled|loop ...] [--iterations 160] [--ranks 2]
+      [--load natural|W0 ...]
 
 The layer: gate matmul, top-k, (token, expert) pairs sorted by expert, counts and then rows and weights by all_to_all_single (one host read of the
 counts), a second sort to local experts, gate/up, SwiGLU times the routing weight, down, all_to_all_single back, index_add. Weight gradients are bf16
@@ -10,8 +11,8 @@ and stored. "grouped": torch._grouped_mm (more than 1,024 local experts: several
 torch.compile; "loop": one matmul an expert, one leaf tensor an expert. Permutations have gathers as their gradients, not scatter-adds.
 Before anything is timed every variant's output and gradients are compared with a dense fp32 layer; a difference ends the program.
 
-Routes are natural: x is normal, the rows of the gate have length 1, so that the logits of a token are normal with the same spread for every
-expert. A call is timed by two events behind a barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds
+Routes are natural by default: x is normal, the rows of the gate have length 1, so that the logits of a token are normal with the same spread for every
+expert. --load W0 to W9 replays the routes that bench_cuda_moe replays (loads.py; the scores stay the gate's). A call is timed by two events behind a barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds
 the median over the iterations. TFLOP/s per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F. Memory: torch's peak
 less weights and their gradients. Shares: kernel time by name in one profiled call. Environment: NCCL_NVLS_ENABLE=0 is set.
 """
@@ -28,6 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+
+import loads
 
 SHAPES = ["deepseek-v3-slice", "qwen3-30b-a3b", "sparser-ep72", "proxy-512", "sparser-2304"]
 MAX_GROUPS = 1024  # of torch._grouped_mm
@@ -99,7 +102,7 @@ def loop_experts(rows, weight, counts, on_device, w1, w2):
 
 
 class Layer:
-    def __init__(self, T, H, inner, E, K, experts, leaves, seed, device):
+    def __init__(self, T, H, inner, E, K, experts, leaves, seed, device, ids=None):
         self.T, self.H, self.E, self.K = T, H, E, K
         self.experts, self.P, self.rank, self.device = experts, dist.get_world_size(), dist.get_rank(), device
         self.L = E // self.P
@@ -110,7 +113,7 @@ class Layer:
         w2 = torch.randn(self.L, H, inner, device=device, generator=own, dtype=BF16) * inner**-0.5
         self.w1 = [w.clone().requires_grad_() for w in w1] if leaves else w1.requires_grad_()
         self.w2 = [w.clone().requires_grad_() for w in w2] if leaves else w2.requires_grad_()
-        self.ids = None
+        self.ids, self.replay = None, ids
 
     def weights(self):
         as_list = lambda w: w if isinstance(w, list) else [w]  # noqa: E731
@@ -118,7 +121,8 @@ class Layer:
 
     def forward(self, x):
         # Sigmoid of the K largest logits, renormalised: the same as the largest of the sigmoids, without a pass over [T, E].
-        top, ids = (x @ self.gate.T).float().topk(self.K, dim=-1, sorted=False)
+        logits = (x @ self.gate.T).float()
+        top, ids = logits.topk(self.K, dim=-1, sorted=False) if self.replay is None else (logits.gather(1, self.replay), self.replay)
         scores = top.sigmoid()
         weight = scores / scores.sum(-1, keepdim=True)
         self.ids = ids
@@ -208,9 +212,20 @@ def shares(layer, x, d_out):
     return {kind: round(us / total, 4) for kind, us in sums.items()} if total > 0 else {}, total
 
 
-def measure(shape, variant, experts, leaves, iterations, device):
+def routes_of(load, T, K, E, device):
+    """This rank's ids of the load, and the tokens of all ranks."""
+    P, rank = dist.get_world_size(), dist.get_rank()
+    ids, bounds = loads.routes(load, T * P, K, E, P)
+    return torch.tensor(ids[bounds[rank] : bounds[rank + 1]], device=device, dtype=torch.int64).view(-1, K), bounds[-1]
+
+
+def measure(shape, variant, experts, leaves, iterations, device, load="natural"):
     T, H, inner, E, K = (shape[k] for k in ("T", "H", "F", "E", "K"))
-    layer = Layer(T, H, inner, E, K, experts, leaves, 1, device)
+    case, ids, tokens = f"{shape['name']} T{T} H{H} F{inner} E{E} K{K}", None, T * dist.get_world_size()
+    if load != "natural":
+        ids, tokens = routes_of(load, T, K, E, device)
+        T = len(ids)
+    layer = Layer(T, H, inner, E, K, experts, leaves, 1, device, ids)
     own = generator(device, 50 + layer.rank)
     x = torch.randn(T, H, device=device, generator=own, dtype=BF16).requires_grad_()
     d_out = torch.randn(T, H, device=device, generator=own, dtype=BF16)
@@ -238,11 +253,11 @@ def measure(shape, variant, experts, leaves, iterations, device):
     at = lambda q: times[int(q * (len(times) - 1) + 0.5)]  # noqa: E731
     median = statistics.median(times)
     return {
-        "op": "moe fwd+bwd", "case": f"{shape['name']} T{T} H{H} F{inner} E{E} K{K}", "variant": f"torch {variant}", "metric": "time", "unit": "us",
+        "op": "moe fwd+bwd", "case": case, "variant": f"torch {variant}", "metric": "time", "unit": "us",
         "value": round(median, 1), "spread": round(at(0.9) - at(0.1), 1), "floor": None, "target": None, "peers": {}, "evidence": "MoE module",
         "checked": True, "p50": round(median, 1), "p99": round(at(0.99), 1), "iterations": iterations,
-        "tflops": round(18 * T * K * H * inner / median * 1e-6, 1), "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2, "shares": share,
-        "kernel_us": round(kernel_us, 1), "host_waits": 1, "graph": False, "load": "natural", "torch_version": torch.__version__,
+        "tflops": round(18 * tokens / dist.get_world_size() * K * H * inner / median * 1e-6, 1), "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2, "shares": share,
+        "kernel_us": round(kernel_us, 1), "host_waits": 1, "graph": False, "load": load, "torch_version": torch.__version__,
     }  # fmt: skip
 
 
@@ -293,13 +308,13 @@ def work(rank, args, shapes, port):
             if not leaves:  # the same in several calls, as with more experts than one call takes
                 check(name + " in parts", grouped_experts(swiglu, 3), leaves, device)
             say(f"{name}: equals the dense fp32 layer, relative norms " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))
-    for shape in shapes:
+    for shape, load in [(shape, load) for shape in shapes for load in args.load]:
         for name in [v for v in args.variant if v in makers]:
             started = time.perf_counter()
             count = args.iterations if name != "loop" else max(3, args.iterations // (16 if shape["E"] <= 128 else 40))
-            record = measure(shape, name, *makers[name], count, device)
+            record = measure(shape, name, *makers[name], count, device, load)
             torch.cuda.empty_cache()
-            say(f"{record['case']:<48} {record['variant']:<15} {record['value'] / 1e3:9.3f} ms  p90-p10 {record['spread'] / 1e3:7.3f}  "
+            say(f"{record['case']:<48} {record['variant']:<15} {load:<7} {record['value'] / 1e3:9.3f} ms  p90-p10 {record['spread'] / 1e3:7.3f}  "
                 f"{record['tflops']:6.1f} TFLOP/s/GPU  extra {record['peak_bytes'] / 2**30:5.2f} GiB  shares {record['shares']}  x{count}  ({time.perf_counter() - started:.0f} s)")  # fmt: skip
             if out:
                 out.write(json.dumps(record) + "\n")
@@ -315,6 +330,7 @@ def main():
     parser.add_argument("--variant", nargs="+", default=["grouped", "compiled", "loop"], choices=["grouped", "compiled", "loop"])
     parser.add_argument("--iterations", type=int, default=160)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--load", nargs="+", default=["natural"], choices=["natural", *loads.WORKLOADS])
     args = parser.parse_args()
     with open(pathlib.Path(__file__).parent.parent / "shapes/moe.toml", "rb") as file:
         known = {shape["name"]: shape for shape in tomllib.load(file)["shape"]}

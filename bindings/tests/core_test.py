@@ -41,6 +41,29 @@ def reference_route(logits, K):
     return ids, [value / sum(exps) for value in exps]
 
 
+class Workload(unittest.TestCase):
+    def test_one_expert_is_in_every_row(self):
+        ids, bounds = waybill.workload("W3", 40, 3, 16, P=4, seed=7)
+        rows = ids.tolist()
+        self.assertEqual((ids.shape, bounds), ((40, 3), [0, 10, 20, 30, 40]))
+        self.assertEqual(len(set.intersection(*map(set, rows))), 1)
+        self.assertTrue(all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 16 for row in rows))
+        self.assertEqual(rows, waybill.workload("W3", 40, 3, 16, P=1, seed=7)[0].tolist())
+        self.assertNotEqual(rows, waybill.workload("W3", 40, 3, 16, P=1, seed=8)[0].tolist())
+
+    def test_few_rows_brings_its_own_tokens(self):
+        ids, bounds = waybill.workload("W9", 1000, 2, 10)
+        counts = [sum(row.count(e) for row in ids.tolist()) for e in range(10)]
+        self.assertTrue(all(1 <= count <= 2 for count in counts), counts)
+        self.assertEqual(bounds[-1], len(ids))
+
+    def test_wrong_names_and_sizes_are_refused(self):
+        for name, T, K, E in [("W10", 4, 1, 2), ("W1", 4, 3, 2), ("W1", -1, 1, 2), ("W9", 4, 0, 2)]:
+            with self.subTest(name=name, K=K), self.assertRaises(ValueError):
+                waybill.workload(name, T, K, E)
+        self.assertEqual(len(waybill.workload("W1", 0, 1, 2)[0]), 0)
+
+
 class Library(unittest.TestCase):
     def test_version_is_that_of_the_library(self):
         self.assertEqual(waybill.__version__, _library.library().wb_version().decode())

@@ -110,6 +110,13 @@ typedef struct wb_route_stats {
 } wb_route_stats;
 WB_API wb_status wb_route_get_stats(const wb_route* route, int32_t P, wb_route_stats* stats) WB_NOEXCEPT;
 
+/* Synthetic routes with a named skew, "W0" to "W9" or their long names (waybill/workload.h, default parameters): ids [T, K] int32 of a batch, in host memory;
+   row_bounds [P + 1] int64, or null: source p brings rows row_bounds[p] to row_bounds[p + 1]. A function of the arguments alone, P apart. */
+WB_API wb_status wb_workload_ids(const char* workload, uint64_t seed, int64_t step, int64_t T, int64_t K, int64_t E, int32_t P, int32_t* ids,
+                                 int64_t* row_bounds) WB_NOEXCEPT;
+/* Tokens of a batch of a workload: T, or for W9 as many as give every expert 1 or 2 rows. */
+WB_API wb_status wb_workload_tokens(const char* workload, int64_t T, int64_t K, int64_t E, int64_t* tokens) WB_NOEXCEPT;
+
 enum wb_score { WB_SOFTMAX = 0, WB_SOFTMAX_SELECTED = 1, WB_SIGMOID = 2, WB_SQRT_SOFTPLUS = 3 };
 enum wb_group_score { WB_GROUP_TOP2_SUM = 0, WB_GROUP_TOPK_PER_GROUP = 1 };
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routes: validity and statistics.
+// Routes: validity and statistics; synthetic ones.
 #include <algorithm>
 
 #include "convert.h"
 #include "waybill/route_stats.h"
+#include "waybill/workload.h"
 
 using namespace waybill;
 using namespace waybill::capi;
@@ -36,5 +37,26 @@ wb_status wb_route_get_stats(const wb_route* route, int32_t P, wb_route_stats* s
     for (const std::int64_t count : source.rank_rows) rows += count;
     result.rows_mean = static_cast<double>(rows) / static_cast<double>(P);
     write_struct(stats, result, "stats");
+  });
+}
+
+wb_status wb_workload_ids(const char* workload, uint64_t seed, int64_t step, int64_t T, int64_t K, int64_t E, int32_t P, int32_t* ids,
+                          int64_t* row_bounds) noexcept {
+  return guarded([&] {
+    WB_CHECK(workload != nullptr && (ids != nullptr || T == 0), "workload and ids must not be null");
+    WorkloadConfig config;
+    config.workload = parse_workload(workload), config.seed = seed, config.step = step, config.T = T, config.K = K, config.E = E;
+    validate(config);
+    const std::vector<std::int64_t> bounds = workload_bounds(config, P);
+    const std::vector<std::int32_t> result = workload_ids(config);
+    std::copy(result.begin(), result.end(), ids);
+    if (row_bounds != nullptr) std::copy(bounds.begin(), bounds.end(), row_bounds);
+  });
+}
+
+wb_status wb_workload_tokens(const char* workload, int64_t T, int64_t K, int64_t E, int64_t* tokens) noexcept {
+  return guarded([&] {
+    WB_CHECK(workload != nullptr && tokens != nullptr, "workload and tokens must not be null");
+    *tokens = parse_workload(workload) == Workload::kFewRows ? few_rows_tokens(E, K) : T;
   });
 }

@@ -6,6 +6,7 @@
 
 #include "capi_testing.h"
 #include "waybill/random.h"
+#include "waybill/workload.h"
 
 namespace waybill::capi_testing {
 namespace {
@@ -146,6 +147,31 @@ TEST(CApiRoute, StatsOfAWorkedExample) {
   memory.ids[1] = 0;  // twice in the row
   EXPECT_EQ(wb_route_validate(&memory.route, 0), WB_INVALID_ARGUMENT);
   EXPECT_EQ(wb_route_validate(&memory.route, 8), WB_INVALID_ARGUMENT);
+}
+
+TEST(CApiRoute, WorkloadsAreThoseOfTheLibrary) {
+  waybill::WorkloadConfig config;
+  config.workload = waybill::Workload::kRaggedSources, config.seed = 3, config.step = 2, config.T = 31, config.K = 2, config.E = 9;
+  std::vector<std::int32_t> ids(62);
+  std::vector<std::int64_t> bounds(5);
+  ASSERT_WB_OK(wb_workload_ids("W5", 3, 2, 31, 2, 9, 4, ids.data(), bounds.data()));
+  EXPECT_EQ(ids, waybill::workload_ids(config));
+  EXPECT_EQ(bounds, waybill::workload_bounds(config, 4));
+  ASSERT_WB_OK(wb_workload_ids("ragged_sources", 3, 2, 31, 2, 9, 1, ids.data(), nullptr));
+  EXPECT_EQ(ids, waybill::workload_ids(config));
+  std::int64_t tokens = 0;
+  ASSERT_WB_OK(wb_workload_tokens("W9", 31, 2, 9, &tokens));
+  EXPECT_EQ(tokens, waybill::few_rows_tokens(9, 2));
+  ASSERT_WB_OK(wb_workload_tokens("W0", 31, 2, 9, &tokens));
+  EXPECT_EQ(tokens, 31);
+  EXPECT_EQ(wb_workload_ids("W5", 3, 2, 31, 10, 9, 4, ids.data(), nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_THAT(wb_last_error(), ::testing::HasSubstr("K = 10"));
+  EXPECT_EQ(wb_workload_ids("W10", 3, 2, 31, 2, 9, 4, ids.data(), nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_workload_ids("W5", 3, 2, 31, 2, 9, 0, ids.data(), nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_workload_ids("W5", 3, 2, -1, 2, 9, 1, ids.data(), nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_workload_ids(nullptr, 3, 2, 31, 2, 9, 1, ids.data(), nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_workload_ids("W5", 3, 2, 31, 2, 9, 1, nullptr, nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_workload_tokens("W9", 31, 2, 9, nullptr), WB_INVALID_ARGUMENT);
 }
 
 TEST(CApiGemm, ForwardDgradWgradOfAWorkedExample) {

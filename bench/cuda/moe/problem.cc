@@ -89,6 +89,11 @@ Problem::Problem(const Shape& shape, int P, const std::vector<int>& devices, con
     WB_TRY_CUDA(cudaMemcpy(t->weights.gate.data, gate.data(), gate.size() * 2, cudaMemcpyHostToDevice));
     if (!routes.empty()) {
       const RouteView& route = routes[static_cast<std::size_t>(r)].view();
+      counts_.resize(static_cast<std::size_t>(shape.E));
+      for (std::int64_t i = 0; i < route.T * route.K; ++i) {
+        const std::int32_t id = route.id(i / route.K, i % route.K);
+        if (id >= 0) ++counts_[static_cast<std::size_t>(id)];
+      }
       t->ids = tensor(*t, route.id_dtype, {t->T, shape.K});
       WB_TRY_CUDA(cudaMemcpy(t->ids.data, route.ids, static_cast<std::size_t>(t->T * shape.K) * size_bytes(route.id_dtype), cudaMemcpyHostToDevice));
     }

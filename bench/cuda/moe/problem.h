@@ -45,7 +45,8 @@ class Problem {
   RouterConfig router() const;
   MoeConfig layer_config(double receive_factor) const;
 
-  // Rows of every expert over all ranks, and valid routes; known once set_counts() has been told (from the first stack's routes).
+  // Rows of every expert over all ranks, and valid routes; the load's; on the natural load known once set_counts() has been told (from the first stack's
+  // routes).
   void set_counts(std::vector<std::int64_t> counts) { counts_ = std::move(counts); }
   const std::vector<std::int64_t>& counts() const { return counts_; }
   std::int64_t routes() const;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ablation of the exchange and published negative results, in one run on two GPUs: each older design beside ours, results compared first.
-//   bench_cuda_negative OUT.jsonl [--filter TEXT]
+//   bench_cuda_negative OUT.jsonl [--filter TEXT] [--loads]      --loads: also W0 to W9 of bench/shapes/loads.toml
 // ablation: dense map -> compact routes; full probability row -> the weights of a rank's experts; every slot -> set bits -> lists; default -> tuned
 // combine. negative: one remote payload for every expert; dispatch and permute together; combine and unpermute together; pruned dense scan.
 // Method: as bench_cuda_exchange. Older plans are given what ours pay for: no signals between ranks, places of direct writes from the host.
 #include <cstdlib>
 
+#include "bench/cuda/case_filter.h"
 #include "bench/cuda/exchange_record.h"
 #include "bench/cuda/run_main.h"
 #include "bench/negative/cuda/older_designs.h"
@@ -17,15 +18,16 @@ using Part = ExchangeGroup::Part;
 constexpr int kSteps = 8, kReplays = 30;
 
 std::FILE* g_out = nullptr;
-std::string g_filter;
 bool g_all_match = true;
 
 class Case {
  public:
-  Case(const ExchangeShapeCase& c, const std::vector<int>& devices)
-      : c_(c), name_(fmt::format("T{} H{} K{} E{} 2 GPUs", c.T, c.H, c.K, c.E)), L_(c.E / 2), row_(c.H * 2), group_(c, 2, devices) {
+  Case(const ExchangeShapeCase& c, const std::vector<int>& devices) : c_(c), name_(name_of(c)), L_(c.E / 2), row_(c.H * 2), group_(c, 2, devices) {
     ok_ = group_.check();
     deliver();
+  }
+  static std::string name_of(const ExchangeShapeCase& c) {
+    return fmt::format("T{} H{} K{} E{}{} 2 GPUs", c.T, c.H, c.K, c.E, c.load.empty() ? "" : " " + c.load);
   }
   void run() { plan(), probabilities(), slots(), combines(), together(), direct(); }
 
@@ -61,7 +63,7 @@ class Case {
       Part& p = *group_.parts[static_cast<std::size_t>(r)];
       const DeviceGuard guard(p.device);
       std::vector<std::uint8_t> map(T * E);
-      for (std::size_t t = 0; t < T; ++t) {
+      for (std::size_t t = 0; t < p.host_ids[0].size() / static_cast<std::size_t>(c_.K); ++t) {  // a load may give the rank fewer than T
         for (std::int64_t k = 0; k < c_.K; ++k)
           map[t * E + static_cast<std::size_t>(p.host_ids[0][t * static_cast<std::size_t>(c_.K) + static_cast<std::size_t>(k)])] = 1;
       }
@@ -182,7 +184,7 @@ class Case {
     for (std::size_t r = 0; r < 2; ++r) {
       const std::vector<std::int16_t>& ids = group_.parts[r]->host_ids[0];
       std::vector<DirectTarget> target(ids.size());
-      for (std::int64_t t = 0; t < c_.T; ++t) {
+      for (std::int64_t t = 0; t < static_cast<std::int64_t>(ids.size()) / c_.K; ++t) {
         std::int64_t next[2] = {};
         for (int d = 0; d < 2; ++d) {
           const RowEntry& entry = host_[r].entries[static_cast<std::size_t>(t * 2 + d)];
@@ -200,7 +202,7 @@ class Case {
     }
     for (const int ctas : {24, 132}) {
       const auto write = [&](Part& p, int, cudaStream_t s) {
-        const DirectWrite w{static_cast<std::int32_t>(c_.T),
+        const DirectWrite w{static_cast<std::int32_t>(p.host_ids[0].size() / static_cast<std::size_t>(c_.K)),
                             static_cast<std::int32_t>(c_.K),
                             static_cast<std::int32_t>(row_),
                             targets[static_cast<std::size_t>(p.exchange.rank(0))].as<DirectTarget>(),
@@ -232,10 +234,14 @@ class Case {
 
 int main_checked(int argc, char** argv) {
   std::string path = "negative.jsonl";
+  CaseFilter filter;
+  bool with_loads = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
-    if (argument == "--filter" && i + 1 < argc) {
-      g_filter = argv[++i];
+    if (argument == "--loads") {
+      with_loads = true;
+    } else if (argument == "--filter" && i + 1 < argc) {
+      filter = CaseFilter(argv[++i]);
     } else {
       WB_CHECK(!argument.starts_with("-"), "unknown option {}, or its value is missing", argument);
       path = argument;
@@ -246,13 +252,17 @@ int main_checked(int argc, char** argv) {
   WB_CHECK(count >= 2, "needs 2 GPUs, got {}", count);
   g_out = std::fopen(path.c_str(), "w");
   WB_CHECK(g_out != nullptr, "cannot write {}", path);
-  for (ExchangeShapeCase c : {ExchangeShapeCase{4096, 7168, 8, 256}, ExchangeShapeCase{8192, 512, 36, 2304}}) {
-    // Direct writes: the slots of the fuller rank; maps and probability rows are smaller.
-    c.extra_bytes = static_cast<std::size_t>(c.T * c.K * c.H * 2 + c.T * c.K * c.H / 8);
-    if (!g_filter.empty() && fmt::format("T{} H{} K{} E{}", c.T, c.H, c.K, c.E).find(g_filter) == std::string::npos) continue;
-    Case(c, {0, 1}).run();
+  std::vector<ExchangeShapeCase> cases = {{4096, 7168, 8, 256}, {8192, 512, 36, 2304}};
+  for (const char* load : bench::kWorkloads) {
+    if (with_loads) cases.push_back({4096, 2048, 8, 128, 0, 1, load});
+  }
+  for (ExchangeShapeCase& c : cases) {
+    // Direct writes: the slots of the fuller rank, all of them under a load; maps and probability rows are smaller.
+    c.extra_bytes = static_cast<std::size_t>(c.T * c.K * c.H * 2 + c.T * c.K * c.H / 8) * (c.load.empty() ? 1 : 2);
+    if (filter.takes(Case::name_of(c))) Case(c, {0, 1}).run();
   }
   std::fclose(g_out);
+  filter.check_used();
   return g_all_match ? 0 : 1;
 }
 

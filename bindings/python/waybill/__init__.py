@@ -6,6 +6,7 @@ This module needs neither framework: configs, groups of ranks and `update_expert
 
 from __future__ import annotations
 
+import array
 from typing import Any
 
 from ._abi import VERSION as __version__
@@ -13,7 +14,7 @@ from ._library import library
 from .config import MoeConfig, RouterConfig
 from .group import Fabric, Group, single, transport_fabric
 
-__all__ = ["Fabric", "Group", "MoeConfig", "RouterConfig", "__version__", "build_info", "single", "transport_fabric", "update_expert_bias"]
+__all__ = ["Fabric", "Group", "MoeConfig", "RouterConfig", "__version__", "build_info", "single", "transport_fabric", "update_expert_bias", "workload"]
 
 
 def build_info() -> str:
@@ -32,3 +33,20 @@ def update_expert_bias(bias: Any, counts: Any, rate: float, *, subtract_mean: bo
     bias_view = view(bias, "bias", dtypes=["float32"], shape=["E"])
     counts_view = view(counts, "counts", dtypes=["int64"], shape=[bias_view.shape[0]])
     check(library().wb_update_expert_bias(bias_view.struct.data, counts_view.struct.data, bias_view.shape[0], rate, subtract_mean))
+
+
+def workload(name: str, T: int, K: int, E: int, *, P: int = 1, seed: int = 1, step: int = 0) -> tuple[memoryview, list[int]]:
+    """Synthetic routes with a named skew ("W0" to "W9" or "balanced", "zipf", ...): what the benchmarks use.
+
+    Returns ids [tokens, K] int32 (a memoryview; numpy and torch take it as it is) and the row bounds [P + 1] of the P sources. tokens is T, but for W9 as many
+    as give every expert 1 or 2 rows. ValueError names a wrong name or size.
+    """
+    import ctypes
+
+    from ._library import check
+
+    tokens = ctypes.c_int64()
+    check(library().wb_workload_tokens(name.encode(), T, K, E, ctypes.byref(tokens)))
+    ids, bounds = array.array("i", bytes(4 * max(tokens.value, 0) * max(K, 0))), array.array("q", bytes(8 * (max(P, 0) + 1)))
+    check(library().wb_workload_ids(name.encode(), seed, step, tokens.value, K, E, P, ids.buffer_info()[0], bounds.buffer_info()[0]))
+    return (memoryview(ids).cast("B").cast("i", [tokens.value, K]) if len(ids) else memoryview(ids)), list(bounds)

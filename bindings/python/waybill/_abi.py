@@ -140,6 +140,8 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_thread_pool_create": (i32, [i32, _out]),
     "wb_thread_pool_destroy": (None, [_handle]),
     "wb_route_validate": (i32, [c.POINTER(Route), u32]),
+    "wb_workload_ids": (i32, [c.c_char_p, c.c_uint64, i64, i64, i64, i64, i32, c.c_void_p, c.c_void_p]),
+    "wb_workload_tokens": (i32, [c.c_char_p, i64, i64, i64, p_i64]),
     "wb_router_config_init": (i32, [c.POINTER(RouterConfig), u64]),
     "wb_step_status_init": (i32, [c.POINTER(StepStatus), u64]),
     "wb_router_forward": (i32, [c.POINTER(RouterConfig), c.POINTER(RouterInputs), c.POINTER(RouterOutputs), c.POINTER(Stream)]),
