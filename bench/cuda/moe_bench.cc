@@ -3,7 +3,8 @@
 // results are compared before it is timed; one that differs is not timed, and the exit code is 1. Prints a table, writes records as JSON lines.
 //   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--load natural,W0,...] [--ablation] [--f32] [--iterations N] [--ranks P] [--factor F]
 //                  [--shapes FILE] [--trace FILE]
-//     --stack     of sparse, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from dense-map to sparse
+//     --stack     of sparse, exact, exact-resend, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from dense-map to sparse.
+//                 exact: the sparse layer in eager mode at exact sizes (one host wait); exact-resend: the same, rows of x are sent again in backward
 //     --f32       also the sparse stack with weight gradients added to in f32
 //     --ranks     2 by default: one on each of two GPUs, or virtual ranks of one
 //     --factor    receive_factor of sparse and dense-map, 1.25 by default; loads other than natural get what their hottest rank needs, and 5%
@@ -33,7 +34,7 @@ constexpr double kOracleBound = 2e-2, kStackBound = 2e-2;
 struct Options {
   std::string path = "moe.jsonl", shapes_file = "bench/shapes/moe.toml", trace;
   std::vector<std::string> shapes{"deepseek-v3-slice", "qwen3-30b-a3b", "sparser-ep72", "proxy-512", "sparser-2304"};
-  std::vector<std::string> stacks{"sparse", "dense-map", "padded", "capacity", "loop"};
+  std::vector<std::string> stacks{"sparse", "exact", "exact-resend", "dense-map", "padded", "capacity", "loop"};
   std::vector<std::string> loads{"natural"};
   bool ablation = false, f32 = false;
   int iterations = 160, ranks = 2;
@@ -123,7 +124,13 @@ std::vector<Design> designs_of(const Options& o, bool natural) {
     list.push_back(d);
   };
   for (const std::string& stack : o.stacks) {
-    if (stack != "sparse") add(stack, stack, MapChange::kNone, false);  // sparse comes first, by itself
+    if (stack == "sparse") continue;  // comes first, by itself
+    if (stack != "exact" && stack != "exact-resend") {
+      add(stack, stack, MapChange::kNone, false);
+      continue;
+    }
+    add(stack == "exact" ? "sparse, exact sizes" : "sparse, exact sizes, rows sent again", "sparse", MapChange::kNone, false);
+    list.back().options.exact = true, list.back().options.resend = stack == "exact-resend";
   }
   if (!o.ablation) return list;
   if (natural) add("dense-map + fast top-k", "dense-map", MapChange::kFastTopK, false);
@@ -248,7 +255,7 @@ class Comparison {
     for (int r = 0; r < problem.P(); ++r) inputs = std::max(inputs, problem.activation_bytes(r));
     if (design.options.kind == "sparse") {
       const double exact = static_cast<double>(problem.hottest_rank_rows()) / static_cast<double>(problem.T_max() * problem.shape().K);
-      row.predicted_bytes = runner.stack(0).predicted_bytes() + inputs, row.exact_bytes = sparse_bytes(design.options, problem, exact) + inputs;
+      row.predicted_bytes = (design.options.exact ? sparse_bytes(design.options, problem, 0) : runner.stack(0).predicted_bytes()) + inputs, row.exact_bytes = sparse_bytes(design.options, problem, exact) + inputs;
     }
     if (row.host_waits == 0) {
       runner.capture();

@@ -202,6 +202,7 @@ class GpuMoe {
   }
   std::string first_error() { return group_->first_error(); }
   DeviceMoeLayer& layer(std::size_t device = 0) { return parts_[device]->layer; }
+  const DeviceMoeStep& step_of(std::size_t device = 0) { return parts_[device]->step; }
   const CudaStream& stream(std::size_t device = 0) { return parts_[device]->stream; }
 
  private:

@@ -121,13 +121,17 @@ TEST_P(MoeCuda, EveryRowPolicyAndRecomputeModeHasTheSameBits) {
       for (const Recompute recompute : {Recompute::kNone, Recompute::kActivation, Recompute::kLayer}) {
         MoeConfig other = c;
         other.recompute = recompute;
-        MoeGpuOptions options;
-        options.layer.policy = {forward, gradient};
-        GpuMoe gpu(other, P, w, options);
-        gpu.upload(batch), gpu.step();
-        expect_same_bits(
-            want, gpu.result(),
-            fmt::format("forward {}, gradient {}, recompute {}", static_cast<int>(forward), static_cast<int>(gradient), static_cast<int>(recompute)));
+        for (const bool resend : {false, true}) {
+          MoeGpuOptions options;
+          options.layer.policy = {forward, gradient}, options.layer.resend_rows = resend, options.layer.exact_sizes = resend != (forward == gradient);
+          GpuMoe gpu(other, P, w, options);
+          for (int repeat = 0; repeat < 2; ++repeat) {
+            gpu.upload(batch), gpu.step();
+            expect_same_bits(want, gpu.result(),
+                             fmt::format("forward {}, gradient {}, recompute {}, rows sent again {}, step {}", static_cast<int>(forward),
+                                         static_cast<int>(gradient), static_cast<int>(recompute), resend, repeat));
+          }
+        }
       }
     }
   }

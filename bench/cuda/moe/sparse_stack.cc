@@ -10,15 +10,22 @@ namespace {
 DeviceMoeOptions layer_options(const StackOptions& options) {
   DeviceMoeOptions o;
   if (options.permute) o.policy.forward = o.policy.gradient = DeviceMoePolicy::Rows::kPermute;
+  o.exact_sizes = options.exact, o.resend_rows = options.resend;
   return o;
+}
+
+MoeConfig config_of(const StackOptions& options, const Problem& problem, double factor) {
+  MoeConfig c = problem.layer_config(options.exact ? 0 : factor);
+  if (options.exact) c.mode = ExchangeMode::kEager;
+  return c;
 }
 
 class SparseStack final : public Stack {
  public:
   SparseStack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase)
-      : problem_(problem), config_(problem.layer_config(options.receive_factor)), ranks_(problem.on(device)) {
+      : problem_(problem), config_(config_of(options, problem, options.receive_factor)), ranks_(problem.on(device)) {
     DeviceMoeOptions o = layer_options(options);
-    predicted_ = sparse_bytes(options, problem, options.receive_factor), backward_.accumulate = options.accumulate;
+    predicted_ = options.exact ? 0 : sparse_bytes(options, problem, options.receive_factor), backward_.accumulate = options.accumulate;
     o.on_phase = std::move(on_phase);
     layer_ = std::make_unique<DeviceMoeLayer>(
         config_, local_ranks(windows.group, device), device, [&](const std::string& name, std::size_t bytes) { return windows.book(name, bytes); }, o);
@@ -43,6 +50,7 @@ class SparseStack final : public Stack {
     }
     return {};
   }
+  int host_waits() const override { return layer_->host_waits(); }
   std::int64_t computed_rows() const override { return problem_.routes() / problem_.P(); }
   std::size_t predicted_bytes() const override { return predicted_; }
   void add_counts(std::vector<std::int64_t>& counts, cudaStream_t stream) override {
@@ -70,11 +78,12 @@ class SparseStack final : public Stack {
 }  // namespace
 
 std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor) {
-  return DeviceMoeLayer::memory(problem.layer_config(factor), problem.P(), layer_options(options)).total();
+  const std::int64_t slots = options.exact ? problem.hottest_rank_rows() : 0;
+  return DeviceMoeLayer::memory(config_of(options, problem, factor), problem.P(), layer_options(options), slots).total();
 }
 
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem) {
-  return DeviceMoeLayer::arena_bytes(problem.layer_config(options.receive_factor), problem.P(), layer_options(options));
+  return DeviceMoeLayer::arena_bytes(config_of(options, problem, options.receive_factor), problem.P(), layer_options(options));
 }
 
 std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase) {

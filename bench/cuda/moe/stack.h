@@ -31,6 +31,8 @@ struct StackOptions {
   double capacity_factor = 1.25;  // capacity
   bool permute = false;           // sparse: always copy rows to expert order
   bool accumulate = false;        // sparse: add to the weight gradients (f32)
+  bool exact = false;             // sparse: eager at exact sizes, no budget
+  bool resend = false;            // sparse: backward sends the rows of x again
 };
 
 class Stack {
@@ -62,7 +64,7 @@ struct Windows {
 std::size_t arena_bytes(const StackOptions& options, Problem& problem);
 std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 
-// Bytes of one rank of the sparse stack, by its own account; factor in place of the options'.
+// Bytes of one rank of the sparse stack, by its own account; factor in place of the options'. At exact sizes: with the slots of the hottest rank.
 std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor);
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem);
 std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);

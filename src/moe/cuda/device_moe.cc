@@ -41,7 +41,9 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   windows.partials = windows.gradients = book("moe partials and gradients", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
   if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, P));
   for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(exchange_config, P, W * 2)));
-  if (config.recompute > Recompute::kActivation) {
+  if (options.resend_rows) {
+    step_windows.assign(static_cast<std::size_t>(options.num_steps), windows.partials);
+  } else if (config.recompute > Recompute::kActivation) {
     shared_rows_window = step_windows[0];
     step_windows.assign(static_cast<std::size_t>(options.num_steps), shared_rows_window);
   }
@@ -50,8 +52,13 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   const DeviceGuard guard(device);  // events belong to the device that is current
   forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
   S = exchange->budget().padded_slots, R = exchange->budget().rows;
-  step_parts = step_layout(config, P), scratch_parts = scratch_layout(config, P);
+  step_parts = step_layout(config, P, options.exact_sizes), scratch_parts = scratch_layout(config, P, options.exact_sizes);
   for (int i = 0; i < ranks.count; ++i) scratch.emplace_back(scratch_parts.bytes, device), status.emplace_back(device);
+  if (!options.exact_sizes) return;
+  const SlotBytes most = bytes_of_slots(config, S);
+  for (int i = 0; i < ranks.count; ++i) {
+    slot_memory.push_back({GrowableBuffer(keeps_h() ? 0 : most.h, device), GrowableBuffer(keeps_a() ? 0 : most.a, device), GrowableBuffer(most.y, device)});
+  }
 }
 
 // A range of each phase for profilers; it costs nothing where none listens.
@@ -70,6 +77,7 @@ const MoeConfig& DeviceMoeLayer::config() const { return impl_->config; }
 ReceiveBudget DeviceMoeLayer::budget() const { return impl_->exchange->budget(); }
 DeviceExchange& DeviceMoeLayer::exchange() { return *impl_->exchange; }
 int DeviceMoeLayer::num_ranks() const { return impl_->ranks.count; }
+int DeviceMoeLayer::host_waits() const { return impl_->options.exact_sizes ? 1 : 0; }
 
 DeviceMoeStep DeviceMoeLayer::make_step() {
   WB_CHECK(!impl_->step_windows.empty(), "make_step: all of the {} steps that the layer was made for are taken", impl_->options.num_steps);
@@ -83,6 +91,7 @@ DeviceMoeStep DeviceMoeLayer::make_step() {
   saved.rows_window = impl_->step_windows.back(), impl_->step_windows.pop_back();
   saved.reports = PinnedReports(impl_->ranks.count);
   saved.routes.resize(impl_->count());
+  if (impl_->options.exact_sizes) impl_->make_slot_memory(saved);
   saved.layout = impl_->step_parts, saved.layer = impl_.get(), saved.has_totals = num_totals(impl_->config) > 0;
   return step;
 }

@@ -8,7 +8,8 @@
 // between eager and captured runs.
 //
 // Memory: windows are booked in the ranks' arenas by the constructor, scratch is allocated there, what a step keeps by make_step(). Budgets are
-// those of ExchangeConfig: receive_factor 0 is the worst case, captured mode's default 1.5. Both modes keep to the budget; neither waits.
+// those of ExchangeConfig: receive_factor 0 is the worst case, captured mode's default 1.5. Both modes keep to the budget; neither waits, but for
+// DeviceMoeOptions::exact_sizes.
 //
 // Types: x, d_out, parameters bf16; out, dx bf16 or f32; gradients of matmul weights bf16 (stored) or f32 (stored or accumulated), of the gate f32;
 // router_bias f32. Everything contiguous and aligned to 16 bytes, H, F and latent multiples of 8.
@@ -39,6 +40,12 @@ struct DeviceMoeOptions {
   int num_steps = 1;  // steps in flight (forward without its backward); each books a window for the rows it keeps
   DeviceMoePolicy policy;
   ExchangeTuning exchange;
+  // Eager mode at the worst-case budget (receive_factor 0) only: what has a row a slot (h, a and what they become) is as large as the fullest step so far, and
+  // grows in place. forward() then waits on the host for its plan, once; it cannot be captured, and GPUs of one process need a host thread each. Windows
+  // and the plan keep the worst case (min(P T_max, slots) rows): nothing can overflow. The same bits.
+  bool exact_sizes = false;
+  // Backward sends the rows of x again instead of keeping them: all steps and directions share one row window (else 1 + num_steps). The same bits.
+  bool resend_rows = false;
   // Called on the host before work of a phase is queued, and with kOther after the last: benchmarks record events there, profilers get ranges.
   std::function<void(Phase phase, cudaStream_t stream)> on_phase;
 };
@@ -103,12 +110,16 @@ class DeviceMoeLayer {
 
   // What an arena must hold for the windows, and what a rank will use; needs no GPU.
   static std::size_t arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options = {});
-  static DeviceMoeMemory memory(const MoeConfig& config, int P, const DeviceMoeOptions& options = {});
+  // exact_slots: with exact_sizes, the most slots that a rank gets in one step; 0 = the mean, T_max K (P ranks, L experts each).
+  static DeviceMoeMemory memory(const MoeConfig& config, int P, const DeviceMoeOptions& options = {}, std::int64_t exact_slots = 0);
 
   const MoeConfig& config() const;
   ReceiveBudget budget() const;
   DeviceExchange& exchange();
-  int num_ranks() const;  // of the launch
+  int num_ranks() const;   // of the launch
+  int host_waits() const;  // of a forward and backward pass: 1 with exact_sizes, else 0
+  // Device memory of rank `index` that has a row a slot, of the layer and of `step`.
+  std::size_t slot_bytes(const DeviceMoeStep& step, int index) const;
 
   DeviceMoeStep make_step();  // allocates; at most num_steps
 

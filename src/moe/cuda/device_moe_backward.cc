@@ -13,7 +13,7 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
   if (config.latent > 0) mark(Phase::kShared, b.stream);
   const std::vector<DeviceRows> sent = sent_gradients(b);
   mark(Phase::kDispatch, b.stream);
-  send_gradients(b, sent);
+  send_to_experts(b, sent);
   mark(Phase::kExpertGemm, b.stream);
   second_matmul_gradients(b);
   first_matmul_gradients(b);
@@ -23,17 +23,18 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
   b.saved.ready = false;
 }
 
-// Gradients of rows to the experts' ranks: into expert order while they arrive, or to their window where the matmuls read a list.
-void DeviceMoeLayer::Impl::send_gradients(const Backward& b, std::span<const DeviceRows> sent) {
+// Gradients of rows (or the rows of x once more) to the experts' ranks: into expert order while they arrive, or to their window where the matmuls read a
+// list.
+void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const DeviceRows> sent) {
   const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
   if (gathered || !exchange->supports_chunks()) {
     exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
-    if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(), b.stream);
+    if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(b.saved), b.stream);
     return;
   }
   fork(b.stream);
   exchange->dispatch_chunks(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
-  exchange->permute_arriving(b.saved.handle, DType::kBF16, sent, window_rows(windows.gradients), y_rows(), side);
+  exchange->permute_arriving(b.saved.handle, DType::kBF16, sent, window_rows(windows.gradients), y_rows(b.saved), side);
   join(b.stream);
 }
 
@@ -65,7 +66,7 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
 void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
   const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
   for (std::size_t i = 0; i < count(); ++i) {
-    const TensorView dy = gathered ? rows(windows.gradients, i) : y(i), list = gathered ? slot_rows(b.saved, i) : TensorView();
+    const TensorView dy = gathered ? rows(windows.gradients, i) : y(b.saved, i), list = gathered ? slot_rows(b.saved, i) : TensorView();
     // W2 [L, W, F] is [L, C, N] of the product whose rows are dy and whose gradient is a: that operand may be read through a list.
     GroupedGemmWgradArgs w2;
     w2.a = dy, w2.a_rows = list, w2.dy = a(b.saved, i), w2.layout = WeightLayout::kLCN;
@@ -77,7 +78,7 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
     act.product.a = dy, act.product.a_rows = list, act.product.weights = b.parameters[i].w2, act.product.layout = WeightLayout::kLCN;
     act.product.offsets = offsets(b.saved, i), act.product.y = a(b.saved, i), act.product.status = status_word(i);
     act.activation = config.activation, act.h = act.dh = h(b.saved, i), act.weight = slot_weights(b.saved, i);
-    act.d_weight = TensorView(scratch_at<float>(i, scratch_parts.d_slot_weight), DType::kF32, {S}, where);
+    act.d_weight = TensorView(scratch_at<float>(i, scratch_parts.d_slot_weight), DType::kF32, {slots(b.saved, i)}, where);
     grouped_gemm_activation_backward(act, on(b.stream));
   }
 }
@@ -85,15 +86,21 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
 // dW1, then the gradient of the rows in expert order.
 void DeviceMoeLayer::Impl::first_matmul_gradients(const Backward& b) {
   const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
-  if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), y_rows(), b.stream);
+  if (options.resend_rows) {
+    mark(Phase::kDispatch, b.stream);
+    send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream));
+    mark(Phase::kExpertGemm, b.stream);
+  } else if (!gathered) {
+    exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), y_rows(b.saved), b.stream);
+  }
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmWgradArgs w1;
-    w1.a = gathered ? rows(b.saved.rows_window, i) : y(i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i), w1.d_weights = b.gradients[i].w1;
+    w1.a = gathered ? rows(b.saved.rows_window, i) : y(b.saved, i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i), w1.d_weights = b.gradients[i].w1;
     if (gathered) w1.a_rows = slot_rows(b.saved, i);
     w1.accumulate = adds_to(w1.d_weights, b), w1.status = status_word(i);
     grouped_gemm_wgrad(w1, on(b.stream));
     GroupedGemmDgradArgs d;
-    d.dy = h(b.saved, i), d.weights = b.parameters[i].w1, d.offsets = offsets(b.saved, i), d.da = y(i), d.status = status_word(i);
+    d.dy = h(b.saved, i), d.weights = b.parameters[i].w1, d.offsets = offsets(b.saved, i), d.da = y(b.saved, i), d.status = status_word(i);
     grouped_gemm_dgrad(d, on(b.stream));
   }
 }

@@ -72,6 +72,9 @@ void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& gi
   WB_CHECK(config.H % 8 == 0 && config.F % 8 == 0 && config.latent % 8 == 0 && config.shared_F % 8 == 0,
            "the MoE layer on GPUs takes H, F, latent and shared_F in multiples of 8, got H = {}, F = {}, latent = {}, shared_F = {}", config.H, config.F,
            config.latent, config.shared_F);
+  WB_CHECK(!given.exact_sizes || (config.mode == ExchangeMode::kEager && config.receive_factor == 0),
+           "exact sizes belong to eager mode at the worst-case budget, got mode {} and receive_factor {}",
+           config.mode == ExchangeMode::kEager ? "eager" : "captured", config.receive_factor);
   WB_CHECK(given.num_steps >= 1, "a layer needs at least one step, got num_steps = {}", given.num_steps);
 }
 
@@ -85,6 +88,11 @@ void DeviceMoeLayer::Impl::check_forward(const Forward& f) const {
   optional(f.options.padding_masks, "padding masks"), optional(f.options.replay_ids, "replayed ids");
   optional(f.options.accumulated_counts, "accumulated counts");
   WB_CHECK(f.saved.layer == this, "forward: the step was made by another layer");
+  if (options.exact_sizes) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    WB_TRY_CUDA(cudaStreamIsCapturing(f.stream, &capture));
+    WB_CHECK(capture == cudaStreamCaptureStatusNone, "exact sizes wait for the plan on the host and cannot be captured; captured mode has budgets instead");
+  }
   const Checker check{config, L, where};
   for (std::size_t i = 0; i < n; ++i) {
     const int rank = ranks.rank[i];

@@ -13,12 +13,14 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   choose(f);
   mark(Phase::kPlan, f.stream);
   exchange->plan(f.saved.handle, f.saved.routes, f.stream);
+  if (options.exact_sizes) read_sizes(f);
   fork(f.stream);  // the layout beside the rows on the link
   exchange->layout(f.saved.handle, side);
   const std::vector<DeviceRows> sent = sent_rows(f.parameters, f.x, f.saved, f.stream);
   mark(Phase::kDispatch, f.stream);
   exchange->dispatch(f.saved.handle, DType::kBF16, sent, f.saved.rows_window, /*after_plan=*/true, f.stream);
   join(f.stream);
+  if (options.exact_sizes) take_sizes(f);  // the rows are on their way meanwhile
   if (config.shared_F > 0) {
     mark(Phase::kShared, f.stream);
     for (std::size_t i = 0; i < count(); ++i) {
@@ -62,10 +64,10 @@ void DeviceMoeLayer::Impl::choose(const Forward& f) {
 // h (where wanted) and a of every rank.
 void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream) {
   const bool permuted = options.policy.forward == DeviceMoePolicy::Rows::kPermute;
-  if (permuted) exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(), stream);
+  if (permuted) exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(saved), stream);
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmActivationArgs args;
-    args.product.a = permuted ? y(i) : rows(saved.rows_window, i);
+    args.product.a = permuted ? y(saved, i) : rows(saved.rows_window, i);
     if (!permuted) args.product.a_rows = slot_rows(saved, i);
     args.product.weights = parameters[i].w1, args.product.offsets = offsets(saved, i), args.product.status = status_word(i);
     if (keep_h) args.product.y = h(saved, i);
@@ -77,7 +79,7 @@ void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, 
 void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmArgs args;
-    args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(i), args.status = status_word(i);
+    args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(f.saved, i), args.status = status_word(i);
     grouped_gemm(args, on(f.stream));
   }
 }
@@ -104,14 +106,14 @@ void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
 }
 
 void DeviceMoeLayer::Impl::reduce(const Saved& saved, cudaStream_t stream) {
-  exchange->unpermute_reduce(saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, exchange->wire(), window_rows(windows.partials), /*z_in_window=*/true,
-                             stream);
+  exchange->unpermute_reduce(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, exchange->wire(), window_rows(windows.partials),
+                             /*z_in_window=*/true, stream);
 }
 
 // y -> out, plus base where it is given.
 void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream) {
   if (out[0].dtype == DType::kBF16) {
-    return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(), /*weighted=*/false, windows.partials, device_rows(out), stream, base);
+    return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, windows.partials, device_rows(out), stream, base);
   }
   reduce(saved, stream);
   exchange->combine(saved.handle, windows.partials, out[0].dtype, device_rows(out), stream, base);

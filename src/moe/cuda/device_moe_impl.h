@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/cuda/growable_buffer.h"
+#include "core/cuda/pinned_buffer.h"
 #include "core/cuda/status_device.h"
 #include "moe/cuda/device_moe.h"
 #include "moe/cuda/device_moe_layout.h"
@@ -28,8 +30,17 @@ class PinnedReports {
   DeviceMoeReport* data_ = nullptr;
 };
 
+// What has a row a slot, of one rank, where sizes are exact; buffers that another object has are empty.
+struct SlotMemory {
+  GrowableBuffer h, a, y;
+};
+
 struct DeviceMoeStep::Saved {
   DeviceHandle handle;
+  std::vector<SlotMemory> slot_memory;  // [ranks of the launch]; the same of what a recompute mode does not keep is the layer's
+  std::vector<std::int64_t> slots;      // [ranks of the launch] of the last forward, in expert order
+  PinnedBuffer headers;                 // [ranks of the launch] HandleHeader
+  std::unique_ptr<CudaEvent> planned;
   std::vector<DeviceBuffer> memory;  // [ranks of the launch], by DeviceMoeStepLayout
   std::uint64_t rows_window = 0;
   PinnedReports reports;
@@ -82,7 +93,8 @@ struct DeviceMoeLayer::Impl {
   TensorView logits(const Saved& saved, std::size_t i) const;
   TensorView h(const Saved& saved, std::size_t i) const;
   TensorView a(const Saved& saved, std::size_t i) const;
-  TensorView y(std::size_t i) const;
+  TensorView y(const Saved& saved, std::size_t i) const;
+  std::int64_t slots(const Saved& saved, std::size_t i) const { return options.exact_sizes ? saved.slots[i] : S; }
   TensorView rows(std::uint64_t window, std::size_t i) const;  // bf16 [R, W] of a row window
   TensorView offsets(const Saved& saved, std::size_t i) const;
   TensorView slot_rows(const Saved& saved, std::size_t i) const;
@@ -94,7 +106,7 @@ struct DeviceMoeLayer::Impl {
   RouteView route(const Saved& saved, std::size_t i) const;
   RouterInputs router_inputs(const MoeTensors& parameters, const Saved& saved, std::size_t i) const;
   std::vector<DeviceRows> device_rows(std::span<const TensorView> tensors) const;
-  std::vector<DeviceRows> y_rows() const;
+  std::vector<DeviceRows> y_rows(const Saved& saved) const;
   std::vector<DeviceRows> window_rows(std::uint64_t window) const;
   TensorView shared_h(const Saved& saved, std::size_t i) const;
   TensorView shared_a(const Saved& saved, std::size_t i) const;
@@ -106,6 +118,15 @@ struct DeviceMoeLayer::Impl {
   TensorView latent_out(const Saved& saved, std::size_t i) const;       // bf16 [T, latent]
   TensorView latent_gradient(const Saved& saved, std::size_t i) const;  // the same
   StatusWord* status_word(std::size_t i) const { return status[i].device_ptr(); }
+
+  // device_moe_sizes.cc: exact sizes
+  void make_slot_memory(Saved& saved) const;
+  void read_sizes(const Forward& f);  // queues the copy of the plan's sizes
+  void take_sizes(const Forward& f);  // waits for it; memory grows
+  SlotMemory& slot_owner(Saved& saved, std::size_t i, bool is_kept) { return is_kept ? saved.slot_memory[i] : slot_memory[i]; }
+  const SlotMemory& slot_owner(const Saved& saved, std::size_t i, bool is_kept) const { return is_kept ? saved.slot_memory[i] : slot_memory[i]; }
+  bool keeps_h() const { return config.recompute <= Recompute::kActivation; }
+  bool keeps_a() const { return config.recompute <= Recompute::kNone; }
 
   // device_moe_forward.cc
   void forward(const Forward& f);
@@ -137,7 +158,7 @@ struct DeviceMoeLayer::Impl {
   // device_moe_backward.cc
   void backward(const Backward& b);
   void recompute(const Backward& b);
-  void send_gradients(const Backward& b, std::span<const DeviceRows> sent);
+  void send_to_experts(const Backward& b, std::span<const DeviceRows> sent);
   void second_matmul_gradients(const Backward& b);
   void first_matmul_gradients(const Backward& b);
   void router_gradients(const Backward& b);
@@ -155,8 +176,9 @@ struct DeviceMoeLayer::Impl {
   std::uint64_t shared_rows_window = 0;     // where steps do not keep rows
   DeviceMoeStepLayout step_parts{};
   DeviceMoeScratchLayout scratch_parts{};
-  std::vector<DeviceBuffer> scratch;  // [ranks of the launch]
-  std::vector<DeviceStatus> status;   // of the router and the matmuls; the exchange has its own
+  std::vector<DeviceBuffer> scratch;    // [ranks of the launch]
+  std::vector<SlotMemory> slot_memory;  // [ranks of the launch], exact sizes
+  std::vector<DeviceStatus> status;     // of the router and the matmuls; the exchange has its own
   LocalRanks ranks{};
   bool in_range = false;
   CudaStream side;  // runs beside the caller's stream between fork() and join()

@@ -35,15 +35,21 @@ ExchangeConfig device_exchange_config(const MoeConfig& c) {
   return exchange;
 }
 
-DeviceMoeStepLayout step_layout(const MoeConfig& c, int P) {
+SlotBytes bytes_of_slots(const MoeConfig& c, std::int64_t S) {
+  const std::int64_t base = c.T_max * c.H * 4;
+  const auto bytes = [](std::int64_t count) { return static_cast<std::size_t>(count); };
+  return {bytes(S * c.inner_width() * 2), bytes(std::max(S * c.F * 2, base)), bytes(std::max(S * c.row_width() * 2, base))};
+}
+
+DeviceMoeStepLayout step_layout(const MoeConfig& c, int P, bool exact_sizes) {
   const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max;
   Carver carver;
   DeviceMoeStepLayout s{};
   s.ids = carver.take(T * c.K, size_bytes(route_id_dtype(c.E)));
   s.weights = carver.take(T * c.K, 4), s.counts = carver.take(c.E, 4), s.weight_factors = carver.take(T, 4);
   s.logits = carver.take_if(c.recompute <= Recompute::kActivation, T * c.E, 4);
-  s.h = carver.take_if(c.recompute <= Recompute::kActivation, S * c.inner_width(), 2);
-  s.a = carver.take_if(c.recompute <= Recompute::kNone, S * c.F, 2);
+  s.h = carver.take_if(!exact_sizes && c.recompute <= Recompute::kActivation, S * c.inner_width(), 2);
+  s.a = carver.take_if(!exact_sizes && c.recompute <= Recompute::kNone, S * c.F, 2);
   s.shared_h = carver.take_if(c.recompute <= Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute <= Recompute::kNone, T * c.shared_F, 2);
   s.latent_out = carver.take(T * c.latent, 2);
@@ -52,19 +58,19 @@ DeviceMoeStepLayout step_layout(const MoeConfig& c, int P) {
   return s;
 }
 
-DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P) {
+DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, bool exact_sizes) {
   const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max, W = c.row_width();
   Carver carver;
   DeviceMoeScratchLayout s{};
   s.logits = carver.take_if(c.recompute > Recompute::kActivation, T * c.E, 4);
-  s.h = carver.take_if(c.recompute > Recompute::kActivation, S * c.inner_width(), 2);
-  s.a = carver.take_if(c.recompute > Recompute::kNone, S * c.F, 2);
+  s.h = carver.take_if(!exact_sizes && c.recompute > Recompute::kActivation, S * c.inner_width(), 2);
+  s.a = carver.take_if(!exact_sizes && c.recompute > Recompute::kNone, S * c.F, 2);
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
-  s.y = carver.take(std::max(S * W * 2, base), 1);
+  s.y = carver.take_if(!exact_sizes, std::max(S * W * 2, base), 1);
   s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && partials_dtype(c, P) == DType::kBF16 ? T * c.H : 0, 2);
-  s.base = carver.take_if(S * c.F * 2 < base, base, 1);
+  s.base = carver.take_if(!exact_sizes && S * c.F * 2 < base, base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
   s.own_counts = carver.take(num_totals(c), 4);
   s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(3, 8);
@@ -76,7 +82,10 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P) {
 
 std::size_t counts_window_bytes(const MoeConfig& config, int P) { return static_cast<std::size_t>(2 * P * num_totals(config)) * 4; }
 
-int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) { return config.recompute <= Recompute::kActivation ? options.num_steps : 1; }
+int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) {
+  if (options.resend_rows) return 0;
+  return config.recompute <= Recompute::kActivation ? options.num_steps : 1;
+}
 
 std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
   check_device_moe(config, P, options);
@@ -101,9 +110,9 @@ std::size_t partial_tiles_bytes(std::int64_t m, std::int64_t n, std::int64_t row
   return static_cast<std::size_t>(2 * gemm_limits::max_split_units(kClusters, tuning.slices_per_cluster) * kRowTile * width * 4);
 }
 
-std::size_t operations_bytes(const MoeConfig& c, int P) {
+std::size_t operations_bytes(const MoeConfig& c, std::int64_t S) {
   constexpr std::size_t kDenseWorkspace = std::size_t{32} << 20;  // cuBLASLt's
-  const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max, W = c.row_width();
+  const std::int64_t T = c.T_max, W = c.row_width();
   const std::size_t gate = aligned(static_cast<std::size_t>(T * 2 * c.E * 2)) + aligned(static_cast<std::size_t>(2 * c.E * c.H * 2)) +
                            aligned(static_cast<std::size_t>(2 * c.E * c.H * 4));
   std::size_t partials = std::max(partial_tiles_bytes(c.inner_width(), W, S), partial_tiles_bytes(W, c.F, S));
@@ -113,12 +122,24 @@ std::size_t operations_bytes(const MoeConfig& c, int P) {
 
 }  // namespace
 
-DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
+DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options, std::int64_t exact_slots) {
   DeviceMoeMemory memory;
   memory.windows = arena_bytes(config, P, options);
-  memory.scratch = scratch_layout(config, P).bytes, memory.operations = operations_bytes(config, P);
+  std::int64_t S = receive_budget(device_exchange_config(config), P).padded_slots;
+  memory.scratch = scratch_layout(config, P, options.exact_sizes).bytes;
   ExchangeShape shape = make_shape(device_exchange_config(config), P);
-  memory.step = step_layout(config, P).bytes + lay_out_handle(shape);
+  memory.step = step_layout(config, P, options.exact_sizes).bytes + lay_out_handle(shape);
+  if (options.exact_sizes) {
+    constexpr std::size_t kUnit = std::size_t{2} << 20;  // GrowableBuffer's
+    const std::int64_t mean = config.T_max * config.K, L = config.L(P);
+    S = std::min(S, (exact_slots > 0 ? exact_slots : mean) + L * (config.alignment - 1));
+    const auto grown = [](std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; };
+    const SlotBytes slots = bytes_of_slots(config, S);
+    (config.recompute <= Recompute::kActivation ? memory.step : memory.scratch) += grown(slots.h);
+    (config.recompute <= Recompute::kNone ? memory.step : memory.scratch) += grown(slots.a);
+    memory.scratch += grown(slots.y);
+  }
+  memory.operations = operations_bytes(config, S);
   return memory;
 }
 

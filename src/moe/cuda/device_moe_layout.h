@@ -22,7 +22,7 @@ inline constexpr std::uint64_t kNoPart = ~std::uint64_t{0};
 struct DeviceMoeStepLayout {
   std::uint64_t ids, weights, counts, weight_factors;  // the route
   std::uint64_t logits;                                // f32 [T, E]
-  std::uint64_t h, a;                                  // bf16 [S, inner], [S, F]; kNoPart: scratch of the layer
+  std::uint64_t h, a;                                  // bf16 [S, inner], [S, F]; kNoPart: scratch of the layer, or SlotMemory
   std::uint64_t shared_h, shared_a;                    // bf16 [T, shared inner], [T, shared_F]; the same
   std::uint64_t latent_out;                            // bf16 [T, latent]
   // i32: [E] counts of all ranks, then [E] those of AuxCounts::kUnbiased; [E] with the accumulated ones (global loss).
@@ -33,7 +33,7 @@ struct DeviceMoeStepLayout {
 // The same of the layer's scratch. What a recompute mode keeps in no step lies here.
 struct DeviceMoeScratchLayout {
   std::uint64_t logits, h, a, shared_h, shared_a;  // kNoPart where the steps have them
-  std::uint64_t y;                                 // bf16 [S, W], or f32 [T, H]
+  std::uint64_t y;                                 // bf16 [S, W], or f32 [T, H]; kNoPart: SlotMemory
   std::uint64_t base;                              // f32 [T, H]; kNoPart where the memory of `a` holds it
   std::uint64_t wire_base;                         // bf16 [T, H]: that sum rounded for the wire, where it is one
   std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
@@ -49,13 +49,20 @@ inline bool has_losses(const MoeConfig& c) {
 inline bool reduces_counts(const MoeConfig& c) { return has_losses(c) || c.bias_update_rate != 0; }
 inline std::int64_t num_totals(const MoeConfig& c) { return reduces_counts(c) ? c.E * (c.aux_counts == AuxCounts::kUnbiased ? 2 : 1) : 0; }
 
-DeviceMoeStepLayout step_layout(const MoeConfig& config, int P);
-DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P);
+DeviceMoeStepLayout step_layout(const MoeConfig& config, int P, bool exact_sizes);
+DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P, bool exact_sizes);
+
+// Bytes of what has a row a slot, at S slots in expert order. `a` and y hold f32 [T, H] too.
+struct SlotBytes {
+  std::size_t h = 0, a = 0, y = 0;
+  std::size_t total() const { return h + a + y; }
+};
+SlotBytes bytes_of_slots(const MoeConfig& config, std::int64_t S);
 
 // Row windows beside those of the exchange: partials, which in backward hold the gradients of rows first, and the rows that steps keep (one for all of
 // them where they are dispatched again).
 struct DeviceMoeWindows {
-  std::uint64_t partials = 0, gradients = 0, counts = 0;
+  std::uint64_t partials = 0, gradients = 0, counts = 0;  // with resend_rows the rows are there as well
 };
 std::size_t counts_window_bytes(const MoeConfig& config, int P);  // [2 parities][P][num_totals] i32
 int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options);

@@ -9,15 +9,20 @@ TensorView DeviceMoeLayer::Impl::logits(const Saved& saved, std::size_t i) const
   return TensorView(data, DType::kF32, {saved.routes[i].T, config.E}, where);
 }
 TensorView DeviceMoeLayer::Impl::h(const Saved& saved, std::size_t i) const {
-  void* data = step_parts.h != kNoPart ? saved.at<void>(i, step_parts.h) : scratch_at<void>(i, scratch_parts.h);
-  return TensorView(data, DType::kBF16, {S, config.inner_width()}, where);
+  void* data = options.exact_sizes       ? slot_owner(saved, i, keeps_h()).h.data()
+               : step_parts.h != kNoPart ? saved.at<void>(i, step_parts.h)
+                                         : scratch_at<void>(i, scratch_parts.h);
+  return TensorView(data, DType::kBF16, {slots(saved, i), config.inner_width()}, where);
 }
 TensorView DeviceMoeLayer::Impl::a(const Saved& saved, std::size_t i) const {
-  void* data = step_parts.a != kNoPart ? saved.at<void>(i, step_parts.a) : scratch_at<void>(i, scratch_parts.a);
-  return TensorView(data, DType::kBF16, {S, config.F}, where);
+  void* data = options.exact_sizes       ? slot_owner(saved, i, keeps_a()).a.data()
+               : step_parts.a != kNoPart ? saved.at<void>(i, step_parts.a)
+                                         : scratch_at<void>(i, scratch_parts.a);
+  return TensorView(data, DType::kBF16, {slots(saved, i), config.F}, where);
 }
-TensorView DeviceMoeLayer::Impl::y(std::size_t i) const {
-  return TensorView(scratch_at<void>(i, scratch_parts.y), DType::kBF16, {S, config.row_width()}, where);
+TensorView DeviceMoeLayer::Impl::y(const Saved& saved, std::size_t i) const {
+  void* data = options.exact_sizes ? slot_memory[i].y.data() : scratch_at<void>(i, scratch_parts.y);
+  return TensorView(data, DType::kBF16, {slots(saved, i), config.row_width()}, where);
 }
 
 TensorView DeviceMoeLayer::Impl::shared_h(const Saved& saved, std::size_t i) const {
@@ -32,7 +37,7 @@ TensorView DeviceMoeLayer::Impl::dense_offsets(const Saved& saved, std::size_t i
   return TensorView(saved.at<std::int32_t>(i, step_parts.dense_offsets), DType::kI32, {2}, where);
 }
 TensorView DeviceMoeLayer::Impl::forward_base(const Saved& saved, std::size_t i) const {
-  return TensorView(y(i).data, config.latent > 0 ? DType::kF32 : exchange->wire(), {saved.routes[i].T, config.H}, where);
+  return TensorView(y(saved, i).data, config.latent > 0 ? DType::kF32 : exchange->wire(), {saved.routes[i].T, config.H}, where);
 }
 TensorView DeviceMoeLayer::Impl::backward_base(const Saved& saved, std::size_t i) const {
   void* data = scratch_parts.base == kNoPart ? a(saved, i).data : scratch_at<void>(i, scratch_parts.base);
@@ -53,10 +58,10 @@ TensorView DeviceMoeLayer::Impl::offsets(const Saved& saved, std::size_t i) cons
   return TensorView(const_cast<std::int32_t*>(exchange->expert_offsets(saved.handle, static_cast<int>(i))), DType::kI32, {L + 1}, where);
 }
 TensorView DeviceMoeLayer::Impl::slot_rows(const Saved& saved, std::size_t i) const {
-  return TensorView(const_cast<std::int32_t*>(exchange->slot_rows(saved.handle, static_cast<int>(i))), DType::kI32, {S}, where);
+  return TensorView(const_cast<std::int32_t*>(exchange->slot_rows(saved.handle, static_cast<int>(i))), DType::kI32, {slots(saved, i)}, where);
 }
 TensorView DeviceMoeLayer::Impl::slot_weights(const Saved& saved, std::size_t i) const {
-  return TensorView(const_cast<float*>(exchange->slot_weights(saved.handle, static_cast<int>(i))), DType::kF32, {S}, where);
+  return TensorView(const_cast<float*>(exchange->slot_weights(saved.handle, static_cast<int>(i))), DType::kF32, {slots(saved, i)}, where);
 }
 
 RouteView DeviceMoeLayer::Impl::route(const Saved& saved, std::size_t i) const {
@@ -80,9 +85,9 @@ std::vector<DeviceRows> DeviceMoeLayer::Impl::device_rows(std::span<const Tensor
   for (const TensorView& t : tensors) all.push_back({t.data, 0});
   return all;
 }
-std::vector<DeviceRows> DeviceMoeLayer::Impl::y_rows() const {
+std::vector<DeviceRows> DeviceMoeLayer::Impl::y_rows(const Saved& saved) const {
   std::vector<DeviceRows> all;
-  for (std::size_t i = 0; i < count(); ++i) all.push_back({y(i).data, 0});
+  for (std::size_t i = 0; i < count(); ++i) all.push_back({y(saved, i).data, 0});
   return all;
 }
 std::vector<DeviceRows> DeviceMoeLayer::Impl::window_rows(std::uint64_t window) const {
