@@ -3,12 +3,13 @@
 """waybill.jax or waybill.torch on a GPU: the grouped matmul's rate beside the same kernels called from C++ and beside the framework's own, and the host
 time of each op.
 
-  python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--load W0] [--json FILE] [--rate-only | --host-only]
+  python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--load W0] [--json FILE] [--only TEXT] [--rate-only | --host-only]
 
 Rate: bf16, even groups or those of a load (W0 to W9, loads.py), random normal data; a sample of each result is compared with sums in float64 before anything is timed. JAX has no events of its own:
 one call and eleven calls of a jitted program are timed, each on an idle device, and the tenth part of the difference is taken, median of 5. PyTorch: as
 bench_cuda_gemm, 10 calls between two events after 15 ms of spinning, median of 5. --cpp: records of `bench_cuda_gemm GEMM.jsonl --filter ...` of the same
-session, whose rates stand in the column C++. XLA's ragged_dot is whatever the installed XLA lowers it to; it is timed over two calls.
+session, whose rates stand in the column C++. XLA's ragged_dot is whatever the installed XLA lowers it to; it is timed over two calls. XLA_FLAGS chooses its other lowerings:
+--xla_gpu_experimental_use_ragged_dot_fusion=true, --xla_gpu_experimental_use_ragged_dot_grouped_gemm=true.
 
 Host time: medians of 1,000 calls with small operands. "call": until it returns. "empty": a program (JAX) or custom op (PyTorch) with the same arguments and
 results that computes nothing of ours. "C": the same C functions through ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
@@ -65,7 +66,7 @@ def table(rows, flops, cpp):
         print(f"| {name} | {us:.1f} | {rate:.1f} | {beside} |", flush=True)
 
 
-def jax_rates(shape, load, cpp):
+def jax_rates(shape, load, cpp, only):
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -90,9 +91,12 @@ def jax_rates(shape, load, cpp):
         "waybill ragged_dot dgrad": (dgrad(wbj.ragged_dot), (a, w, dy)),
         "waybill ragged_dot wgrad": (wgrad(wbj.ragged_dot), (a, w, dy)),
         "XLA ragged_dot forward": (jax.jit(lambda a, w, dy: jax.lax.ragged_dot(a, w, sizes)), (a, w, dy)),
+        "XLA ragged_dot dgrad": (dgrad(jax.lax.ragged_dot), (a, w, dy)),
+        "XLA ragged_dot wgrad": (wgrad(jax.lax.ragged_dot), (a, w, dy)),
     }
+    calls = {name: call for name, call in calls.items() if only in name}
     sample = np.random.default_rng(1).integers(0, S, 50)
-    for name in ("waybill ragged_dot forward", "waybill LNC forward", "XLA ragged_dot forward"):
+    for name in (name for name in calls if name.endswith("forward")):
         call, operands = calls[name]
         got = np.asarray(call(*operands)[sample], np.float64)
         want = np.stack([np.asarray(a[s], np.float64) @ np.asarray(w[group[s]], np.float64) for s in sample])
@@ -115,6 +119,39 @@ def jax_rates(shape, load, cpp):
     return result
 
 
+def block_library(config, rows, params):
+    """The block's C functions through ctypes on the default stream, with the same arrays."""
+    import ctypes as c
+
+    import jax
+    import jax.numpy as jnp
+    from waybill import _abi, _core, _device
+    from waybill._library import check, library
+    from waybill._tensor import make
+
+    def see(array):
+        kinds = {"bfloat16": _abi.BF16, "float32": _abi.F32, "uint8": _abi.U8}
+        return make(array.unsafe_buffer_pointer(), kinds[array.dtype.name], array.shape, array, 0)
+
+    lib, layer = library(), _device.Layer(_device.settings(config, len(rows)), 0)
+    grads = {name: jnp.zeros_like(value, jnp.float32 if name == "gate" else value.dtype) for name, value in params.items()}
+    out, dx, saved = jnp.zeros_like(rows), jnp.zeros_like(rows), jnp.zeros(layer.saved_bytes, jnp.uint8)
+    jax.block_until_ready((grads, out, dx, saved))
+    weights, sums = (_core.moe_tensors({name: see(value) for name, value in tree.items()}) for tree in (params, grads))
+    outputs = _abi.DeviceMoeOutputs(struct_size=c.sizeof(_abi.DeviceMoeOutputs), out=see(out).struct, saved=see(saved).struct)
+    x, d_out, gradient, kept, stream = (c.byref(value) for value in (see(rows).struct, see(out).struct, see(dx).struct, see(saved).struct, _core.cuda_stream(0, 0)))
+
+    def forward():
+        check(lib.wb_device_moe_forward(layer.handle, c.byref(weights), x, None, c.byref(outputs), stream))
+
+    def both():
+        forward()
+        check(lib.wb_device_moe_backward(layer.handle, c.byref(weights), c.byref(sums), x, d_out, gradient, None, kept, None, stream))
+
+    wait = lambda: layer.status(0)  # noqa: E731
+    return {f"C: block {name}": {"call": clock(call, wait=wait)} for name, call in (("forward", forward), ("forward + backward", both))}
+
+
 def jax_host():
     import jax
     import jax.numpy as jnp
@@ -123,20 +160,27 @@ def jax_host():
     config = wbj.RouterConfig(E=64, K=4)
     logits, a, w = jnp.ones((32, 64)), jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
     sizes, x = jnp.array([30, 34], jnp.int32), jnp.ones((32, 64))
+    block = wbj.MoeConfig(H=64, F=64, router=wbj.RouterConfig(E=8, K=2), recipe="bf16")
+    rows, params = jnp.ones((16, 64), jnp.bfloat16), wbj.init_params(jax.random.key(1), block, dtype=jnp.bfloat16)
     ops = {
         "router": (lambda logits: wbj.router(logits, config)[:3], (logits,)),
         "router backward": (lambda logits: jax.grad(lambda logits: wbj.router(logits, config).weights.sum())(logits), (logits,)),
         "grouped_matmul": (lambda a, w, sizes: wbj.ragged_dot(a, w, sizes), (a, w, sizes)),
         "grouped_matmul, 8 in a program": (lambda a, w, sizes: chain(wbj.ragged_dot, a, w, sizes), (a, w, sizes)),
         "quantize_mx": (wbj.quantize_mx, (x,)),
-    }
+        "moe_block forward": (lambda x, params: wbj.moe_block(x, params, block)[0], (rows, params)),
+        "moe_block forward + backward": (lambda x, params: jax.grad(lambda x, params: wbj.moe_block(x, params, block)[0].astype(jnp.float32).sum(), argnums=(0, 1))(x, params),
+                                         (rows, params)),
+    }  # fmt: skip
 
     def chain(dot, a, w, sizes):
         for _ in range(8):
             a = dot(a, w, sizes)
         return a
 
-    result = {}
+    result = block_library(block, rows, params)
+    for name, us in result.items():
+        print(f"| {name} | {us['call']:.1f} | - | - | - | - |", flush=True)
     for name, (op, operands) in ops.items():
         shapes = jax.eval_shape(op, *operands)
         # Depends on every argument, so that none is dropped, and makes every result.
@@ -158,7 +202,7 @@ def jax_host():
     return result
 
 
-def torch_rates(shape, load, cpp):
+def torch_rates(shape, load, cpp, only):
     import torch
     import waybill.torch as wbt
     from torch_grouped import time_us
@@ -181,8 +225,10 @@ def torch_rates(shape, load, cpp):
             "torch._grouped_mm wgrad": lambda: torch._grouped_mm(dy.t(), a, offs=offsets[1:]),
         }
     sample = torch.randint(0, S, (50,), device="cuda")
-    got, want = calls["waybill forward"]()[sample].double(), torch.stack([a[s].double() @ w[group[s]].double().T for s in sample])
-    assert (got - want).abs().max() < 1e-2 * want.abs().max()
+    calls = {name: call for name, call in calls.items() if only in name}
+    for name in (name for name in calls if name.endswith("forward")):
+        got, want = calls[name]()[sample].double(), torch.stack([a[s].double() @ w[group[s]].double().T for s in sample])
+        assert (got - want).abs().max() < 1e-2 * want.abs().max(), name
     result = {name: time_us(call) for name, call in calls.items()}
     table(result, 2.0 * S * N * C, cpp)
     return result
@@ -244,13 +290,14 @@ def main():
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))), default=SHAPE)
     parser.add_argument("--load", default="even", choices=["even", *loads.WORKLOADS])
     parser.add_argument("--json")
+    parser.add_argument("--only", default="", help="rates of the calls with this in their name")
     parser.add_argument("--rate-only", action="store_true")
     parser.add_argument("--host-only", action="store_true")
     args = parser.parse_args()
     record = {"framework": args.framework, "shape": args.shape, "load": args.load}
     if not args.host_only:
         print("{}x{} N{} C{} {} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape, args.load))
-        record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load))
+        record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load), args.only)
     if not args.rate_only:
         print("host time, us: | op | call | empty | added | call finished | empty finished |" if args.framework == "jax" else "host time, us: | op | call |")
         record["host_us"] = {"jax": jax_host, "torch": torch_host}[args.framework]()

@@ -9,6 +9,9 @@ expert's tokens, as transformers' eager experts do; "grouped_mm" is torch's grou
 "transformers" is its Mixtral block. Each is checked against the sorted loop, values and gradients, before anything is timed; a stack that
 fails the check ends the program, one that is not there is named as such. Stacks take turns, one call each a round; medians and p90.
 
+--device cuda: bfloat16, logits in float32 in every stack (so that all choose the same experts; transformers' gate does not, it is left out), checked against
+the sorted loop in float32. A time ends when the device has finished. "waybill, graph" replays a CUDA graph of the call.
+
 --load W0 to W9: logits whose largest are the load's ids (the gate is a unit matrix, x starts with the logits; loads.py).
 
 Host time: forward + backward of a block of one token and 8 x 8 experts in eager mode, medians of 1,000 calls: the whole call, an autograd node that
@@ -27,13 +30,14 @@ import torch.nn.functional as F
 
 import loads
 
-SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792)}  # T, H, E, K, F
+SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792),
+          "qwen3-30b": (8192, 2048, 128, 8, 768)}  # T, H, E, K, F  # fmt: skip
 
 
 def route(x, gate, K):
     """Mixtral's: softmax over all, then the K largest, renormalised."""
-    weights, ids = (x @ gate.T).softmax(-1).topk(K, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True)
+    weights, ids = (x.float() @ gate.float().T).softmax(-1).topk(K, dim=-1)
+    return ids, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
 
 
 def expert(rows, w1, w2):
@@ -91,7 +95,8 @@ def waybill_block(parameters, K):
     import waybill.torch as wbt
 
     gate, w1, w2 = parameters
-    block = wbt.MoE(wbt.MoeConfig(H=gate.shape[1], F=w2.shape[2], router=wbt.RouterConfig(E=len(gate), K=K)))
+    recipe = "bf16" if gate.is_cuda else "fp32"
+    block = wbt.MoE(wbt.MoeConfig(H=gate.shape[1], F=w2.shape[2], router=wbt.RouterConfig(E=len(gate), K=K), recipe=recipe))
     block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
     return block
 
@@ -105,10 +110,10 @@ def run(block, parameters, x, d_out):
     return [out.detach(), x.grad, *(parameter.grad for parameter in parameters)]
 
 
-def check(name, got, want):
+def check(name, got, want, bound):
     for a, b in zip(got, want):
         error = float((a.double() - b.double()).abs().max() / b.double().abs().max())
-        if not error < 1e-4:
+        if not error < bound:
             sys.exit(f"torch_moe: {name} differs from the sorted loop by {error:.1e} of the largest value; nothing was timed")
 
 
@@ -141,18 +146,24 @@ def evaluated(block, x):
 def stacks_of(shape, device, load=None):
     T, H, E, K, inner = SHAPES[shape]
     torch.manual_seed(1)
-    new = lambda *dims: torch.nn.Parameter(torch.randn(*dims, device=device) * dims[-1] ** -0.5)  # noqa: E731
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    new = lambda *dims: torch.nn.Parameter((torch.randn(*dims, device=device) * dims[-1] ** -0.5).to(dtype))  # noqa: E731
     parameters = new(E, H), new(E, 2 * inner, H), new(E, H, inner)
-    x = torch.randn(T, H, device=device)
+    x = torch.randn(T, H, device=device).to(dtype)
     if load is not None:
         wanted = torch.from_numpy(loads.logits(load, T, K, E, lambda size: torch.randn(size).numpy())).to(device)
-        x = torch.cat([wanted, torch.randn(len(wanted), H - E, device=device)], 1)
-        parameters[0].data = torch.eye(E, H, device=device)
+        x = torch.cat([wanted, torch.randn(len(wanted), H - E, device=device)], 1).to(dtype)
+        parameters[0].data = torch.eye(E, H, device=device).to(dtype)
     d_out = torch.randn_like(x)
     makers = {"waybill": lambda: waybill_block(parameters, K), "sorted loop": lambda: functional(sorted_loop, parameters, K),
               "masked loop": lambda: functional(masked_loop, parameters, K), "grouped_mm": lambda: functional(grouped_mm, parameters, K),
               "transformers": lambda: transformers_block(parameters, K)}  # fmt: skip
-    want, stacks = run(functional(sorted_loop, parameters, K), parameters, x, d_out), {}
+    if on_gpu:
+        del makers["transformers"]
+    wide = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    want, stacks = run(functional(sorted_loop, wide, K), wide, x.float(), d_out.float()), {}
+    del wide
     for name, make in makers.items():
         try:
             block = make()
@@ -160,8 +171,9 @@ def stacks_of(shape, device, load=None):
         except (RuntimeError, ImportError, NotImplementedError) as error:
             print(f"{name}: not timed, {str(error).splitlines()[0][:150]}")
             continue
-        check(name, got, want)
+        check(name, got, want, 3e-2 if on_gpu else 1e-4)
         stacks[name] = block
+    del want
     return stacks, parameters, x, d_out
 
 
@@ -175,11 +187,30 @@ class Nothing(torch.autograd.Function):
         return d_out, None, None, None
 
 
-def host_time():
-    """Microseconds of forward + backward of a block with next to no work: the whole call, a node that does nothing, the library's two calls."""
-    new = lambda *dims: torch.nn.Parameter(torch.randn(*dims))  # noqa: E731
+def captured(block, parameters, x, d_out):
+    """A CUDA graph of forward + backward."""
+    leaf = x.clone().requires_grad_()
+    step = lambda: torch.autograd.grad(block(leaf), (leaf, *parameters), d_out)  # noqa: E731
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def host_time(device):
+    """Microseconds of forward + backward of a block with next to no work: the whole call, a node that does nothing, the library's two calls.
+
+    On a GPU the calls only queue work; it is waited for after every 20 of them."""
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    new = lambda *dims: torch.nn.Parameter(torch.randn(*dims, device=device).to(dtype))  # noqa: E731
     parameters = new(2, 8), new(2, 16, 8), new(2, 8, 8)
-    block, x, d_out = waybill_block(parameters, 1), torch.randn(1, 8, requires_grad=True), torch.ones(1, 8)
+    block, x, d_out = waybill_block(parameters, 1), torch.randn(1, 8, device=device).to(dtype).requires_grad_(), torch.ones(1, 8, device=device).to(dtype)
     block(x)
     calls = {
         "waybill": lambda: torch.autograd.grad(block(x), (x, *parameters), d_out),
@@ -195,10 +226,12 @@ def host_time():
                 call()
                 if number >= 100:
                     times[name].append(time.perf_counter() - begin)
+            if number % 20 == 19:
+                sync(device)
         return {name: median(values) for name, values in times.items()}
 
     result = measure()
-    inner, structs = {"forward": [], "backward": []}, block._layer.calls
+    inner, structs = {"forward": [], "backward": []}, block._layer.calls if block._layer is not None else None
 
     def timed(name, function):
         def call(*arguments):
@@ -209,9 +242,18 @@ def host_time():
 
         return call
 
-    structs.forward, structs.backward = timed("forward", structs.forward), timed("backward", structs.backward)
+    if on_gpu:
+        from waybill.torch import _device
+
+        layer = _device._layer(next(iter(block._cuda_layers.values())))
+        layer._forward, layer._backward = timed("forward", layer._forward), timed("backward", layer._backward)
+    else:
+        structs.forward, structs.backward = timed("forward", structs.forward), timed("backward", structs.backward)
     measure()
     result["library"] = median(inner["forward"]) + median(inner["backward"])
+    if on_gpu:
+        calls = {"replay": captured(block, parameters, x, d_out).replay}
+        result |= measure()
     return {**result, "added": result["waybill"] - result["nothing"] - result["library"]}
 
 
@@ -226,21 +268,26 @@ def main():
     parser.add_argument("--load", choices=loads.WORKLOADS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    record = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "threads": args.threads, "host_us": host_time()}
+    record = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "threads": args.threads}
+    device = torch.device(args.device)
+    record["host_us"] = host_time(device)
     print("host time of forward + backward: {waybill:.1f} us; a node that does nothing {nothing:.1f} us, inside the library {library:.1f} us, the rest {added:.1f} us"
           .format(**record["host_us"]))  # fmt: skip
+    if "replay" in record["host_us"]:
+        print(f"the same as a replayed graph: {record['host_us']['replay']:.1f} us")
     if not args.host_only:
-        device = torch.device(args.device)
         stacks, parameters, x, d_out = stacks_of(args.shape, device, args.load)
         record |= {"shape": dict(zip("THEKF", SHAPES[args.shape])), "load": args.load or "natural", "device": str(device)}
         record["forward"] = take_turns({name: lambda block=block: evaluated(block, x) for name, block in stacks.items()}, args.seconds / 3, device)
-        record["forward_backward"] = take_turns({name: lambda block=block: run(block, parameters, x, d_out) for name, block in stacks.items()},
-                                                args.seconds, device)  # fmt: skip
-        print(f"{args.shape} {record['shape']}, load {record['load']}, {device}, {args.threads} threads, float32; ms, equal results were checked first")
+        both_ways = {name: lambda block=block: run(block, parameters, x, d_out) for name, block in stacks.items()}
+        if device.type == "cuda":
+            both_ways["waybill, graph"] = captured(stacks["waybill"], parameters, x, d_out).replay
+        record["forward_backward"] = take_turns(both_ways, args.seconds, device)
+        print(f"{args.shape} {record['shape']}, load {record['load']}, {device}, {args.threads} threads, {x.dtype}; ms, equal results were checked first")
         ours = record["forward_backward"]["waybill"]["median_ms"]
-        for name in stacks:
+        for name in both_ways:
             both = record["forward_backward"][name]
-            print(f"| {name} | {record['forward'][name]['median_ms']:.2f} | {both['median_ms']:.2f} | {both['p90_ms']:.2f} | {both['median_ms'] / ours:.2f} |")
+            print(f"| {name} | {record['forward'].get(name, both)['median_ms']:.2f} | {both['median_ms']:.2f} | {both['p90_ms']:.2f} | {both['median_ms'] / ours:.2f} |")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

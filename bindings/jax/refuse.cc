@@ -9,8 +9,13 @@ ffi::Error refuse_device(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "waybill: this op computes on the CPU only in this build, but the arrays are on a GPU");
 }
 
+ffi::Error refuse_cpu(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "waybill: this program was traced for a GPU (platform 'cuda'), but the arrays are on the CPU");
+}
+
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_refuse_cpu, refuse_cpu, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_refuse_device, refuse_device, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace waybill::jax

@@ -245,6 +245,6 @@ WB_API wb_status wb_dequantize(const wb_quant_config* config, const wb_quantized
 }
 #endif
 
-#include "waybill/waybill_distributed.h"
+#include "waybill/waybill_device.h"
 
 #endif /* WAYBILL_WAYBILL_H_ */

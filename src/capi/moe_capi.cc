@@ -3,6 +3,7 @@
 #include <span>
 
 #include "handles.h"
+#include "moe_convert.h"
 #include "waybill/balance.h"
 #include "waybill/moe.h"
 
@@ -47,13 +48,15 @@ wb_moe_config default_moe_config() {
 
 static_assert(static_cast<int>(Recipe::kNVFP4) == WB_RECIPE_NVFP4 && static_cast<int>(ScaleRule::kFloor) == WB_SCALE_FLOOR);
 
-wb_moe_forward_options default_forward_options() {
+}  // namespace
+
+wb_moe_forward_options capi::default_forward_options() {
   wb_moe_forward_options options{};
   options.training = 1;
   return options;
 }
 
-MoeConfig to_moe_config(const wb_moe_config* config) {
+MoeConfig capi::to_moe_config(const wb_moe_config* config) {
   const wb_moe_config given = read_struct(config, "config", default_moe_config());
   const RouterSetup router = to_router_setup(&given.router, "config.router");
   MoeConfig result;
@@ -95,23 +98,21 @@ MoeConfig to_moe_config(const wb_moe_config* config) {
   return result;
 }
 
-MoeTensors to_moe_tensors(const wb_moe_tensors* tensors, const char* name) {
+MoeTensors capi::to_moe_tensors(const wb_moe_tensors* tensors, const char* name, Memory memory) {
   const wb_moe_tensors given = read_struct(tensors, name);
   MoeTensors result;
-  result.gate = to_view(given.gate, "gate");
-  result.router_bias = to_view(given.router_bias, "router_bias");
-  result.w1 = to_view(given.w1, "w1");
-  result.w2 = to_view(given.w2, "w2");
-  result.b1 = to_view(given.b1, "b1");
-  result.b2 = to_view(given.b2, "b2");
-  result.shared_w1 = to_view(given.shared_w1, "shared_w1");
-  result.shared_w2 = to_view(given.shared_w2, "shared_w2");
-  result.latent_down = to_view(given.latent_down, "latent_down");
-  result.latent_up = to_view(given.latent_up, "latent_up");
+  result.gate = to_view(given.gate, "gate", memory);
+  result.router_bias = to_view(given.router_bias, "router_bias", memory);
+  result.w1 = to_view(given.w1, "w1", memory);
+  result.w2 = to_view(given.w2, "w2", memory);
+  result.b1 = to_view(given.b1, "b1", memory);
+  result.b2 = to_view(given.b2, "b2", memory);
+  result.shared_w1 = to_view(given.shared_w1, "shared_w1", memory);
+  result.shared_w2 = to_view(given.shared_w2, "shared_w2", memory);
+  result.latent_down = to_view(given.latent_down, "latent_down", memory);
+  result.latent_up = to_view(given.latent_up, "latent_up", memory);
   return result;
 }
-
-}  // namespace
 
 wb_status wb_moe_config_init(wb_moe_config* config, uint64_t struct_size) noexcept {
   return guarded([&] { init_struct(config, struct_size, default_moe_config(), "config"); });

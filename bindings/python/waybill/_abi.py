@@ -118,12 +118,20 @@ class MoeStepInfo(c.Structure):
                 ("aux", f64), ("sequence", f64), ("global_loss", f64), ("z", f64), ("valid", i32), ("reserved", i32), ("status", StepStatus)]  # fmt: skip
 
 
+class ProcessGroup(c.Structure):
+    _fields_ = [("struct_size", u64), ("rank", i32), ("size", i32), ("device", i32), ("port", i32), ("address", c.c_char_p)]
+
+
+class DeviceMoeOutputs(c.Structure):
+    _fields_ = [("struct_size", u64)] + [(name, Tensor) for name in ("out", "ids", "weights", "counts", "losses", "status", "saved")]
+
+
 STRUCTS = {
     "wb_tensor": Tensor, "wb_stream": Stream, "wb_route": Route, "wb_router_config": RouterConfig, "wb_router_inputs": RouterInputs,
     "wb_step_status": StepStatus, "wb_router_outputs": RouterOutputs, "wb_grouped_gemm_args": GroupedGemmArgs, "wb_quant_config": QuantConfig,
     "wb_quantized": Quantized, "wb_fabric_transport": FabricTransport, "wb_exchange_config": ExchangeConfig, "wb_dispatch_info": DispatchInfo,
     "wb_exchange_bytes": ExchangeBytes, "wb_moe_config": MoeConfig, "wb_moe_tensors": MoeTensors, "wb_moe_forward_options": MoeForwardOptions,
-    "wb_moe_step_info": MoeStepInfo,
+    "wb_moe_step_info": MoeStepInfo, "wb_process_group": ProcessGroup, "wb_device_moe_outputs": DeviceMoeOutputs,
 }  # fmt: skip
 
 _handle, _out = c.c_void_p, c.POINTER(c.c_void_p)
@@ -190,6 +198,13 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_moe_forward": (i32, [_handle, c.POINTER(MoeTensors), _tensor, c.POINTER(MoeForwardOptions), _tensor, _handle]),
     "wb_moe_backward": (i32, [_handle, c.POINTER(MoeTensors), c.POINTER(MoeTensors), _tensor, _tensor, _tensor, _handle, f32]),
     "wb_moe_step_get_info": (i32, [_handle, c.POINTER(MoeStepInfo)]),
+    "wb_device_moe_create": (i32, [c.POINTER(MoeConfig), i32, c.POINTER(ProcessGroup), _out]),
+    "wb_device_moe_destroy": (None, [_handle]),
+    "wb_device_moe_saved_bytes": (i32, [c.POINTER(MoeConfig), i32, p_i64]),
+    "wb_device_moe_forward": (i32, [_handle, c.POINTER(MoeTensors), _tensor, c.POINTER(MoeForwardOptions), c.POINTER(DeviceMoeOutputs), c.POINTER(Stream)]),
+    "wb_device_moe_backward": (i32, [_handle, c.POINTER(MoeTensors), c.POINTER(MoeTensors), _tensor, _tensor, _tensor, c.POINTER(MoeForwardOptions), _tensor,
+                                     c.c_void_p, c.POINTER(Stream)]),
+    "wb_device_moe_get_status": (i32, [_handle, c.POINTER(StepStatus), c.POINTER(Stream)]),
     "wb_update_expert_bias": (i32, [c.c_void_p, c.c_void_p, i64, f32, i32]),
 }  # fmt: skip
 

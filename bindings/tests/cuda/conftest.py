@@ -11,3 +11,15 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_mi
 def relative(got, want):
     """Largest error over the largest value, of NumPy arrays."""
     return float(abs(got - want).max(initial=0) / max(abs(want).max(initial=0), 1e-30))
+
+
+def reference(framework):
+    """The module tests/FRAMEWORK/reference.py: the block in plain float32."""
+    import importlib.util
+    import pathlib
+
+    path = pathlib.Path(__file__).parent.parent / framework / "reference.py"
+    spec = importlib.util.spec_from_file_location(f"{framework}_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -161,8 +161,14 @@ def test_refusals_name_what_is_wrong(monkeypatch):
         wbt.grouped_matmul(a, w, torch.tensor([0, 4], dtype=torch.int32))
     with pytest.raises(ValueError, match="bias is on cpu, the other tensors are on cuda:0"):
         wbt.router(a, wbt.RouterConfig(E=8, K=1), bias=torch.zeros(8))
-    with pytest.raises(NotImplementedError, match="x is on cuda:0; this op computes on the CPU only"):
-        wbt.MoE(wbt.MoeConfig(H=8, F=8, router=wbt.RouterConfig(E=2, K=1)))(torch.zeros(2, 8, device="cuda"))
     monkeypatch.setattr(wbt._views, "has_cuda", lambda: False)
     with pytest.raises(NotImplementedError, match="a is on cuda:0; this build of Waybill computes on the CPU only"):
         wbt.grouped_matmul(a, w, torch.tensor([0, 4], dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_mx_codes_are_those_of_the_cpu(element):
+    x = torch.randn(3, 5, 64) * torch.exp2(4 * torch.randn(3, 5, 64))
+    want, got = (wbt.quantize_mx(part, element=element) for part in (x, x.cuda()))
+    assert torch.equal(got[0].view(torch.uint8).cpu(), want[0].view(torch.uint8)) and torch.equal(got[1].cpu(), want[1])
+    assert torch.equal(wbt.dequantize_mx(*got).cpu(), wbt.dequantize_mx(*want))

@@ -128,3 +128,34 @@ def test_refusals_name_what_is_wrong(monkeypatch):
     monkeypatch.setattr(wbt._views, "has_cuda", lambda: False)
     with pytest.raises(NotImplementedError, match="logits is on cuda:1; this build of Waybill computes on the CPU only"):
         wbt.router(torch.zeros(2, 4).as_subclass(OnGpu), config)
+
+
+@pytest.mark.parametrize("element, largest", [("e4m3", 448.0), ("e5m2", 57344.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mx_codes_come_back_within_half_a_step(element, largest, dtype):
+    x = (torch.randn(3, 5, 64) * torch.exp2(4 * torch.randn(3, 5, 64))).to(dtype)
+    codes, scales = wbt.quantize_mx(x, element=element)
+    assert codes.shape == x.shape and scales.shape == (3, 5, 2)
+    top = x.float().view(3, 5, 2, 32).abs().amax(-1)
+    scale = torch.exp2(scales.float() - 127)
+    assert (top <= largest * scale).all() and (top > largest * scale / 2).all()  # the smallest power of two that does not saturate
+    back = wbt.dequantize_mx(codes, scales)
+    step = 2.0 ** (-4 if element == "e4m3" else -3)
+    smallest = scale[..., None].expand(3, 5, 2, 32).reshape(3, 5, 64) * 2.0 ** (-6 if element == "e4m3" else -14)
+    assert ((back - x.float()).abs() <= step * x.float().abs().maximum(smallest)).all()
+    assert torch.equal(back, codes.float() * scale.repeat_interleave(32, -1))
+
+
+def test_mx_ops_compile_and_refuse_with_the_shape():
+    x = torch.randn(4, 64)
+    function = torch.compile(lambda x: wbt.dequantize_mx(*wbt.quantize_mx(x)), backend="aot_eager", fullgraph=True)
+    assert torch.equal(function(x), wbt.dequantize_mx(*wbt.quantize_mx(x)))
+    kinds = ("test_autograd_registration", "test_faketensor")  # the others compare codes, which PyTorch cannot
+    torch.library.opcheck(torch.ops.waybill.quantize_mx, (x, "e4m3", "round_up"), test_utils=kinds)
+    torch.library.opcheck(torch.ops.waybill.dequantize_mx, (*wbt.quantize_mx(x), torch.bfloat16), test_utils=kinds)
+    with pytest.raises(ValueError, match=r"x has shape \[4, 40\]: its last dimension must be a multiple of 32"):
+        wbt.quantize_mx(torch.randn(4, 40))
+    with pytest.raises(ValueError, match="element is 'e2m1', allowed are e4m3, e5m2"):
+        wbt.quantize_mx(x, element="e2m1")
+    with pytest.raises(ValueError, match=r"scales has shape \[4, 1\], needed is \[4, 2\]"):
+        wbt.dequantize_mx(wbt.quantize_mx(x)[0], torch.zeros(4, 1, dtype=torch.uint8))

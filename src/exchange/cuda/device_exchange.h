@@ -163,6 +163,11 @@ class DeviceExchange {
   const std::int32_t* slot_rows(const DeviceHandle& handle, int index) const;
   const float* slot_weights(const DeviceHandle& handle, int index) const;
 
+  // A plan in memory of the caller's, for launches with one rank: handle_bytes() of it, aligned to 16. Both queue a copy; T: tokens of the plan.
+  std::size_t handle_bytes() const { return handle_bytes_; }
+  void save(const DeviceHandle& handle, void* to, cudaStream_t stream) const;
+  void restore(DeviceHandle& handle, const void* from, std::int64_t T, cudaStream_t stream) const;
+
   HostHandle read(const DeviceHandle& handle, int index, cudaStream_t stream) const;
   StatusWord status(int index, cudaStream_t stream) const;  // waits
   void clear_status(cudaStream_t stream) const;

@@ -66,6 +66,9 @@ struct DeviceMoeForward {
 struct DeviceMoeBackward {
   bool accumulate = false;  // add to f32 gradients instead of storing; bf16 ones are always stored
   float loss_scale = 1.0f;
+  // Device memory, [3] f32: factors of the gradients of the auxiliary (or global), the sequence and the z loss, read when the kernels run; loss_scale
+  // must then be 1. Null: 1 each.
+  const float* loss_weights = nullptr;
 };
 
 // Bytes of one rank.
@@ -129,6 +132,12 @@ class DeviceMoeLayer {
   // dx [T, H] is written; gradients as DeviceMoeBackward says. One backward a training forward.
   void backward(std::span<const MoeTensors> parameters, std::span<const MoeTensors> gradients, std::span<const TensorView> x, std::span<const TensorView> d_out,
                 std::span<const TensorView> dx, DeviceMoeStep& step, const DeviceMoeBackward& options, cudaStream_t stream);
+
+  // What a training forward leaves for its backward, in memory of the caller's (saved_bytes(), aligned to 16), for launches with one rank: the step may
+  // then serve other forwards before the backward runs. Not with exact_sizes or resend_rows. Both queue copies. restore() wants the forward's x and options and makes the step ready.
+  static std::size_t saved_bytes(const MoeConfig& config, int P);
+  void save(const DeviceMoeStep& step, void* to, cudaStream_t stream) const;
+  void restore(DeviceMoeStep& step, const void* from, const TensorView& x, const DeviceMoeForward& options, cudaStream_t stream);
 
   StatusWord status(int index, cudaStream_t stream) const;  // sticky; waits for the stream
   void clear_status(cudaStream_t stream) const;

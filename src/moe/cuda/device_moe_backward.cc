@@ -5,6 +5,7 @@
 #include "ops/router/cuda/gate_gemm.h"
 #include "waybill/gate.h"
 #include "waybill/grouped_gemm_activation.h"
+#include "waybill/router_weighted.h"
 
 namespace waybill::cuda {
 
@@ -120,8 +121,14 @@ void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
     RouterInputs inputs = router_inputs(b.parameters[i], b.saved, i);
     inputs.weight_factors = TensorView(b.saved.at<float>(i, step_parts.weight_factors), DType::kF32, {T}, where);
     auto* d_logits = scratch_at<float>(i, scratch_parts.d_logits);
-    router_backward(config.router, loss_config(), inputs, route(b.saved, i), d_weights[i], loss_inputs(b.saved, i), b.options.loss_scale,
-                    TensorView(d_logits, DType::kF32, {T, config.E}, where), on(b.stream));
+    const TensorView gradient(d_logits, DType::kF32, {T, config.E}, where);
+    if (b.options.loss_weights != nullptr) {
+      router_backward_weighted(config.router, loss_config(), inputs, route(b.saved, i), d_weights[i], loss_inputs(b.saved, i), b.options.loss_weights, gradient,
+                               on(b.stream));
+    } else {
+      router_backward(config.router, loss_config(), inputs, route(b.saved, i), d_weights[i], loss_inputs(b.saved, i), b.options.loss_scale, gradient,
+                      on(b.stream));
+    }
     if (!has_losses(config)) continue;
     launch_clear_invalid(exchange->header(b.saved.handle, static_cast<int>(i)), d_logits, T * config.E, b.stream);
     check_launch("moe_clear_invalid");

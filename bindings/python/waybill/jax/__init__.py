@@ -2,8 +2,8 @@
 """Waybill for JAX: XLA FFI ops with custom VJPs, and the MoE block.
 
 All ops work under jit, grad, remat and vmap; those with `axis_name` inside jax.shard_map over devices of one process, or of several
-(jax.distributed). They run on the CPU. router, grouped_matmul, ragged_dot, quantize_mx and dequantize_mx also run on CUDA devices where the library was
-built with CUDA: on XLA's stream, without a wait, in command buffers too. The other ops refuse arrays on a GPU with a clear error.
+(jax.distributed). They run on the CPU. router, grouped_matmul, ragged_dot, quantize_mx, dequantize_mx and moe_block also run on CUDA devices where the
+library was built with CUDA: on XLA's stream, without a wait, in command buffers too. The other ops refuse arrays on a GPU with a clear error.
 """
 
 try:
@@ -12,6 +12,7 @@ except ImportError as error:
     raise ImportError("waybill.jax needs JAX: pip install jax") from error
 
 from ..config import MoeConfig, RouterConfig
+from ._device_block import SAVED
 from ._block import ROUTES, MoeOutput, init_params, moe_block, param_specs
 from ._exchange import Slots, combine, dispatch, permute, unpermute
 from ._gemm import grouped_matmul, ragged_dot
@@ -20,6 +21,6 @@ from ._overflow import OverflowMonitor, keep_if_valid
 from ._quantize import dequantize_mx, quantize_mx
 from ._router import Routes, router
 
-__all__ = ["ROUTES", "MoeConfig", "MoeOutput", "OverflowMonitor", "Pending", "RouterConfig", "Routes", "Slots", "combine", "combine_done", "combine_start", "dequantize_mx",
+__all__ = ["ROUTES", "SAVED", "MoeConfig", "MoeOutput", "OverflowMonitor", "Pending", "RouterConfig", "Routes", "Slots", "combine", "combine_done", "combine_start", "dequantize_mx",
            "dispatch", "dispatch_done", "dispatch_start", "grouped_matmul",
            "init_params", "keep_if_valid", "moe_block", "param_specs", "permute", "quantize_mx", "ragged_dot", "router", "unpermute"]  # fmt: skip

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import _abi
 from ..config import MoeConfig
-from . import _ffi
+from . import _device_block, _ffi
 
 NAMES = _abi.MOE_TENSORS
 ROUTES = "waybill_routes"  # checkpoint_name of the small residuals: save them under remat and backward does not run the forward again
@@ -114,17 +114,18 @@ def param_specs(config: MoeConfig, axis_name: str | None) -> dict[str, jax.shard
     return {name: spec(axis_name) if name in ("w1", "w2", "b1", "b2") else spec() for name in config.shapes()}
 
 
-def _check_params(params: Mapping[str, Any], config: MoeConfig, P: int) -> None:
+def _check_params(params: Mapping[str, Any], config: MoeConfig, P: int, on_gpu: bool = False) -> None:
     shapes = config.shapes(P)
     if set(params) != set(shapes):
         missing, extra = sorted(set(shapes) - set(params)), sorted(set(params) - set(shapes))
         raise ValueError(f"params: missing {missing or 'none'}, unknown {extra or 'none'}; needed are {', '.join(shapes)}")
     for name, dims in shapes.items():
-        _ffi.check(params[name], f"params['{name}']", _ffi.FLOATS, dims)
+        _ffi.check(params[name], f"params['{name}']", _ffi.FLOATS, dims, on_gpu=on_gpu)
 
 
 def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, *, axis_name: str | None = None, padding_mask: jax.Array | None = None,
-              training: bool = True, rounding_seed: jax.Array | int = 0, saved_steps: int = 1024) -> tuple[jax.Array, MoeOutput]:  # fmt: skip
+              training: bool = True, rounding_seed: jax.Array | int = 0, saved_steps: int = 1024,
+              platform: str | None = None) -> tuple[jax.Array, MoeOutput]:  # fmt: skip
     """Gate, router, dispatch, experts, combine: (out [..., H], MoeOutput), with the exact gradient of out and MoeOutput.loss.
 
     x [..., H] float32 or bfloat16; the block computes in float32 and rounds the result once. params: config.shapes(P) says names and shapes
@@ -136,13 +137,29 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
     What backward needs is kept by the library for up to `saved_steps` forwards (outside of XLA's memory; jax.jit's memory analysis does not
     see it). A backward that finds nothing, or saved_steps=0, computes the forward again with the same routes. Under jax.checkpoint,
     policies.save_only_these_names(waybill.jax.ROUTES) keeps the routes [T, K] alone. vmap runs one call a batch element.
+
+    On a GPU (config.recipe "bf16", a library with CUDA) matmuls run in bfloat16 and what backward needs is an array of XLA's (checkpoint_name
+    waybill.jax.SAVED; saved_steps has no meaning). Gradients come in the dtype of the parameter, those of float32 ones unrounded. axis_name: one process a
+    GPU, the axis in the order of the processes. platform "cpu" or "cuda": needed where a program is traced for another backend than JAX's default.
     """
-    _ffi.check(x, "x", _ffi.FLOATS, [None] * (x.ndim - 1) + [config.H])
+    place = _device_block.platform(x, platform)
+    on_gpu = place == "cuda"
+    _ffi.check(x, "x", _ffi.FLOATS, [None] * (x.ndim - 1) + [config.H], on_gpu=on_gpu)
     P = _ffi.axis_size(axis_name)
-    _check_params(params, config, P)
+    _check_params(params, config, P, on_gpu)
     if padding_mask is not None:
-        _ffi.check(padding_mask, "padding_mask", [jnp.bool_, jnp.uint8], x.shape[:-1])
+        _ffi.check(padding_mask, "padding_mask", [jnp.bool_, jnp.uint8], x.shape[:-1], on_gpu=on_gpu)
         padding_mask = padding_mask.reshape(-1).astype(jnp.uint8)
+    if on_gpu:
+        if not isinstance(rounding_seed, int) or rounding_seed != 0:
+            raise NotImplementedError("rounding_seed: recipes with random numbers are not done on GPUs")
+        setup_gpu = _device_block.Setup(config, axis_name, P, training)
+        given = dict(params)
+        if "router_bias" in given:
+            given["router_bias"] = given["router_bias"].astype(jnp.float32)
+        given, rows = _ffi.varying((given, x.reshape(-1, config.H)), axis_name)
+        out, results = _device_block.block(rows, given, padding_mask, setup_gpu)
+        return out.reshape(x.shape), MoeOutput(*results)
     wide = {name: params[name].astype(jnp.float32) for name in params}
     setup = _Setup(config, axis_name, P, saved_steps, training)
     seed = jnp.asarray(rounding_seed, jnp.uint32)

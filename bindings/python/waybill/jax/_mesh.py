@@ -11,6 +11,8 @@ import threading
 
 import jax
 
+from .. import _device
+
 TIMEOUT_S = 60  # longest wait for a peer, at start and in a call
 _lock = threading.Lock()
 _done = False
@@ -57,6 +59,23 @@ def _set_up(lib: ctypes.CDLL) -> None:
         peer, peer_port = _get(state.client, f"{prefix}address/{index}", index).split(" ")
         lib.wbx_mesh_set_peer(index, peer.encode(), int(peer_port))
     lib.wbx_mesh_start(me, TIMEOUT_S * 1000)
+
+
+def device_peers(number: int) -> _device.Peers:
+    """How the processes of this program's `number`-th group on GPUs find each other; every process makes its groups in one order."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.client is None:
+        raise RuntimeError(f"{jax.process_count()} processes but no jax.distributed.initialize(): Waybill's processes find each other through its store")
+    key = f"waybill/device/{number}"
+
+    def publish(port: int) -> int:
+        if jax.process_index() == 0:
+            state.client.key_value_set(key, str(port))
+        return int(_get(state.client, key, 0))
+
+    return _device.Peers(jax.process_index(), jax.process_count(), state.coordinator_address.rpartition(":")[0].strip("[]"), publish)
 
 
 def _get(client: object, key: str, process: int) -> str:

@@ -74,7 +74,8 @@ def _settings(block: nn.Module, model_config: Any) -> MoeConfig:
                               normalise_epsilon=1e-20 if gate.norm_topk_prob else 0.0)  # fmt: skip
     shared = getattr(block, "shared_experts", None)
     return MoeConfig(H=H, F=F, router=router, shared_F=shared.up_proj.weight.shape[0] if shared is not None else 0,
-                     router_bias=hasattr(gate, "e_score_correction_bias"))  # fmt: skip
+                     router_bias=hasattr(gate, "e_score_correction_bias"),
+                     recipe="bf16" if experts.down_proj.is_cuda else "fp32")  # fmt: skip
 
 
 SUPPORTED = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "OlmoeSparseMoeBlock", "DeepseekV3MoE")
@@ -82,7 +83,7 @@ SUPPORTED = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "OlmoeSparseMoeB
 
 def from_transformers(block: nn.Module, model_config: Any, *, ep: Fabric | None = None, world: Fabric | None = None) -> MoE:
     """An MoE with the weights of one transformers block. Without a group the parameters are shared, not copied, so that an optimizer that
-    holds them goes on; with one the local experts are cut out."""
+    holds them goes on; with one the local experts are cut out. Weights on a GPU: matmuls in bfloat16."""
     if type(block).__name__ not in SUPPORTED:
         raise NotImplementedError(f"{type(block).__name__} is not a block that Waybill can replace; known are {', '.join(SUPPORTED)}")
     if getattr(block, "jitter_noise", 0):

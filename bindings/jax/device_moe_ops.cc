@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MoE block on GPUs: two ops that queue on XLA's stream and wait for nothing. The layers are made by Python when a program is traced
+// (wbx_make_device_layer); a program that comes from a cache makes the layer of a single process by itself.
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "ffi_support.h"
+
+namespace waybill::jax {
+namespace {
+
+using Any = ffi::AnyBuffer;
+using AnyResult = ffi::Result<ffi::AnyBuffer>;
+
+constexpr std::int64_t kNumParameters = 10;  // in this order, those that `given` names by bit; the next bit: a padding mask follows
+constexpr std::int64_t kRouterBias = 1;
+
+wb_tensor* field(wb_moe_tensors& tensors, std::int64_t index) {
+  wb_tensor* const fields[kNumParameters] = {&tensors.gate, &tensors.router_bias, &tensors.w1,        &tensors.w2,          &tensors.b1,
+                                             &tensors.b2,   &tensors.shared_w1,   &tensors.shared_w2, &tensors.latent_down, &tensors.latent_up};
+  return fields[index];
+}
+
+// The layers of this process; they live as long as it does.
+class Layers {
+ public:
+  static Layers& instance() {
+    static Layers* const layers = new Layers;
+    return *layers;
+  }
+
+  wb_status get(const wb_moe_config& config, std::int32_t P, std::int32_t device, const wb_process_group* group, bool may_create, wb_device_moe** layer) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(&config);
+    const std::tuple key(std::vector<std::uint8_t>(bytes, bytes + sizeof(config)), P, device);
+    const std::lock_guard lock(mutex_);
+    if (const auto found = layers_.find(key); found != layers_.end()) {
+      *layer = found->second;
+      return WB_OK;
+    }
+    *layer = nullptr;
+    if (!may_create) return WB_OK;
+    const wb_status status = wb_device_moe_create(&config, device, group, layer);
+    if (status == WB_OK) layers_.emplace(key, *layer);
+    return status;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::tuple<std::vector<std::uint8_t>, std::int32_t, std::int32_t>, wb_device_moe*> layers_;
+};
+
+// What both directions are given.
+struct Call {
+  Place at;
+  wb_device_moe* layer = nullptr;
+  wb_moe_tensors parameters{};
+  wb_moe_forward_options options{};
+  wb_tensor x{};
+  std::size_t num_read = 0;  // of the remaining arguments
+
+  ffi::Error read(void* stream, std::int32_t device, const Any& rows, const ffi::RemainingArgs& rest, std::int64_t given, std::int64_t P, const Bytes& bytes) {
+    at = Place(device, stream);
+    wb_moe_config config{};
+    if (!read_config(bytes, config)) return refuse("the block's config has another size");
+    WB_FFI_TRY(Layers::instance().get(config, static_cast<std::int32_t>(P), device, nullptr, P == 1, &layer));
+    if (layer == nullptr) return refuse("this process has not made the layer of this program; trace it here");
+    (void)wb_moe_forward_options_init(&options, sizeof(options));
+    x = to_tensor(rows, at);
+    parameters.struct_size = sizeof(parameters);
+    for (std::int64_t i = 0; i < kNumParameters; ++i) {
+      if ((given >> i & 1) != 0) *field(parameters, i) = to_tensor(*rest.get<Any>(num_read++), at);
+    }
+    if ((given >> kNumParameters & 1) != 0) options.padding_mask = to_tensor(*rest.get<Any>(num_read++), at);
+    return ffi::Error::Success();
+  }
+};
+
+ffi::Error forward(void* stream, std::int32_t device, Any x, ffi::RemainingArgs rest, AnyResult out, AnyResult ids, AnyResult weights, AnyResult counts,
+                   AnyResult losses, AnyResult status, AnyResult saved, std::int64_t given, std::int64_t P, bool training, Bytes bytes) {
+  Call call;
+  if (ffi::Error error = call.read(stream, device, x, rest, given, P, bytes); error.failure()) return error;
+  call.options.training = training ? 1 : 0;
+  wb_device_moe_outputs to{};
+  to.struct_size = sizeof(to);
+  to.out = to_tensor(*out, call.at), to.ids = to_tensor(*ids, call.at), to.weights = to_tensor(*weights, call.at), to.counts = to_tensor(*counts, call.at);
+  to.losses = to_tensor(*losses, call.at), to.status = to_tensor(*status, call.at);
+  if (training) to.saved = to_tensor(*saved, call.at);
+  return to_error(wb_device_moe_forward(call.layer, &call.parameters, &call.x, &call.options, &to, call.at.stream()));
+}
+
+// rest: parameters, mask, saved, d_out, loss weights [3] or [0]. Results: dx, then a gradient for each given parameter but the router bias.
+ffi::Error backward(void* stream, std::int32_t device, Any x, ffi::RemainingArgs rest, ffi::RemainingRets results, std::int64_t given, std::int64_t P,
+                    Bytes bytes) {
+  Call call;
+  if (ffi::Error error = call.read(stream, device, x, rest, given, P, bytes); error.failure()) return error;
+  const auto argument = [&](std::size_t index) { return *rest.get<Any>(call.num_read + index); };
+  const wb_tensor saved = to_tensor(argument(0), call.at), d_out = to_tensor(argument(1), call.at), dx = to_tensor(**results.get<Any>(0), call.at);
+  const Any factors = argument(2);
+  wb_moe_tensors gradients{};
+  gradients.struct_size = sizeof(gradients);
+  std::size_t result = 1;
+  for (std::int64_t i = 0; i < kNumParameters; ++i) {
+    if ((given >> i & 1) != 0 && i != kRouterBias) *field(gradients, i) = to_tensor(**results.get<Any>(result++), call.at);
+  }
+  return to_error(wb_device_moe_backward(call.layer, &call.parameters, &gradients, &call.x, &d_out, &dx, &call.options, &saved,
+                                         factors.element_count() > 0 ? data_of<float>(factors) : nullptr, call.at.stream()));
+}
+
+auto on_cuda() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::DeviceOrdinal>().Arg<Any>().RemainingArgs(); }
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_moe_forward_cuda, forward,
+                              on_cuda()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Ret<Any>()
+                                  .Attr<std::int64_t>("given")
+                                  .Attr<std::int64_t>("P")
+                                  .Attr<bool>("training")
+                                  .Attr<Bytes>("config"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_moe_backward_cuda, backward,
+                              on_cuda().RemainingRets().Attr<std::int64_t>("given").Attr<std::int64_t>("P").Attr<Bytes>("config"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace waybill::jax
+
+// For Python (ctypes): a wb_status. Collective over the group's processes; waits for the device.
+extern "C" __attribute__((visibility("default"))) int wbx_make_device_layer(const wb_moe_config* config, std::int32_t P, std::int32_t device,
+                                                                            const wb_process_group* group) {
+  wb_device_moe* layer = nullptr;
+  return waybill::jax::Layers::instance().get(*config, P, device, group, true, &layer);
+}

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism of the bindings, one process a GPU: torchrun and jax.distributed."""
+
+import importlib.util
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+from waybill._library import has_cuda
+
+HERE = pathlib.Path(__file__).parent
+P = 2
+
+
+def num_gpus():
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+    return found if visible is None else min(found, len([name for name in visible.split(",") if name]))
+
+
+def needs(package):
+    if not has_cuda():
+        pytest.skip("libwaybill.so was built without CUDA")
+    gpus = num_gpus()
+    if gpus < P:
+        pytest.skip(f"needs {P} GPUs, there are {gpus}")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment():
+    return {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"}
+
+
+def test_torchrun():
+    needs("torch")
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={P}", f"--master-port={free_port()}", HERE / "torch_ep_worker.py"],
+                         capture_output=True, text=True, timeout=150, env=environment(), check=False)  # fmt: skip
+    assert all(f"rank {rank}: passed" in run.stdout for rank in range(P)), run.stdout + run.stderr[-6000:]
+
+
+def test_jax_distributed():
+    needs("jax")
+    port = free_port()
+    workers = [subprocess.Popen([sys.executable, HERE / "jax_ep_worker.py", str(index), str(P), str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                text=True, env=environment()) for index in range(P)]  # fmt: skip
+    try:
+        texts = [worker.communicate(timeout=150)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert all(f"process {index}: passed" in text for index, text in enumerate(texts)), "\n".join(text[-4000:] for text in texts)

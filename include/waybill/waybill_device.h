@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The C ABI, third part: the MoE layer on GPUs. Included by waybill.h; the rules are there. A library without CUDA has these functions too; they return
+ * WB_UNSUPPORTED.
+ *
+ * One wb_device_moe is one rank of a group of one process a GPU, or alone. forward and backward queue work on the caller's stream and return: no host wait,
+ * nothing allocated but by the first calls of a stream, capturable in CUDA graphs after one call of either on that device. What a forward leaves for
+ * its backward is an array of the caller's, so that any number of forwards may be in flight, a backward may run twice, and frameworks may offload it.
+ * Bit-equal on repeat and between eager and captured runs. Calls of one layer must not overlap on the device; the ranks make the same calls in one order.
+ */
+#ifndef WAYBILL_WAYBILL_DEVICE_H_
+#define WAYBILL_WAYBILL_DEVICE_H_
+
+#include "waybill/waybill_distributed.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* How processes find each other: rank 0 listens on `port`, the others reach it at `address`. One NVLink domain. */
+typedef struct wb_process_group {
+  uint64_t struct_size;
+  int32_t rank, size;
+  int32_t device; /* GPU of this process */
+  int32_t port;
+  const char* address; /* name or number of rank 0's host */
+} wb_process_group;
+
+typedef struct wb_device_moe wb_device_moe;
+/* config.T_max must be given; what the layer on GPUs lacks is refused by name. group: null = one rank; else collective, all ranks with one config. Not in
+   a capture: allocates windows and scratch, waits for the device. */
+WB_API wb_status wb_device_moe_create(const wb_moe_config* config, int32_t device, const wb_process_group* group, wb_device_moe** layer) WB_NOEXCEPT;
+WB_API void wb_device_moe_destroy(wb_device_moe* layer) WB_NOEXCEPT;
+/* Bytes that a forward leaves for its backward on each of P ranks, by config alone; needs no GPU. */
+WB_API wb_status wb_device_moe_saved_bytes(const wb_moe_config* config, int32_t P, int64_t* bytes) WB_NOEXCEPT;
+
+/* All in device memory; all but `out` and, for training, `saved` may be left out (rank 0). */
+typedef struct wb_device_moe_outputs {
+  uint64_t struct_size;
+  wb_tensor out;          /* [T, H] bf16 or f32 */
+  wb_tensor ids, weights; /* [T, K] i16 (i32 above 32,768 experts), f32: this rank's routes */
+  wb_tensor counts;       /* [E] i32: routes per expert over all ranks */
+  wb_tensor losses;       /* [4] f32: auxiliary, sequence, global, z: this rank's share */
+  wb_tensor status;       /* [6] i32: valid, slot demand, slot capacity, rows, slots, flags */
+  wb_tensor saved;        /* [wb_device_moe_saved_bytes] u8, aligned to 16 bytes */
+} wb_device_moe_outputs;
+/* x [T, H] and matmul weights bf16, router_bias f32, everything on the layer's device. options may be null: training, no padding; options.replay's ids are
+   device memory. Losses count P * T tokens unless options.loss_tokens says otherwise; weights of wb_device_moe_backward and of the caller correct for
+   padding. Without `training` nothing is left for a backward. */
+WB_API wb_status wb_device_moe_forward(wb_device_moe* layer, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_moe_forward_options* options,
+                                       const wb_device_moe_outputs* outputs, const wb_stream* stream) WB_NOEXCEPT;
+/* gradients: of matmul weights bf16 or f32, of the gate f32; all are written, not added to. d_out bf16, dx bf16 or f32 [T, H]. saved, x and options as in the
+   forward; `saved` is read only. loss_weights [3] f32 on the device: factors of the gradients of the auxiliary or global, the sequence and the z loss;
+   null = 1 each. */
+WB_API wb_status wb_device_moe_backward(wb_device_moe* layer, const wb_moe_tensors* parameters, const wb_moe_tensors* gradients, const wb_tensor* x,
+                                        const wb_tensor* d_out, const wb_tensor* dx, const wb_moe_forward_options* options, const wb_tensor* saved,
+                                        const float* loss_weights, const wb_stream* stream) WB_NOEXCEPT;
+/* Sticky faults of all calls so far; waits for the device. WB_PEER_FAILED with the text where a wait for another rank ran out. */
+WB_API wb_status wb_device_moe_get_status(wb_device_moe* layer, wb_step_status* status, const wb_stream* stream) WB_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* WAYBILL_WAYBILL_DEVICE_H_ */

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The windows of one rank: memory of this process alone, or an arena that NCCL maps for the group's processes.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "fabric/cuda_local/cuda_local_kernels.h"
+#include "waybill/waybill_device.h"
+
+namespace waybill::capi {
+
+class ProcessMemory {
+ public:
+  virtual ~ProcessMemory() = default;
+  virtual int size() const = 0;
+  virtual cuda::LocalRanks ranks() const = 0;
+  virtual std::uint64_t window(const std::string& name, std::size_t bytes) = 0;  // collective
+  virtual void everybody_is_ready() = 0;                                         // collective; before any kernel posts to a peer
+  virtual std::string first_error() const = 0;                                   // waits for the device
+};
+
+// group: null = this process alone.
+std::unique_ptr<ProcessMemory> make_process_memory(int device, const wb_process_group* group, std::size_t arena_bytes);
+
+// process_memory_nccl.cc, or no_nccl.cc in a build without NCCL's headers.
+std::unique_ptr<ProcessMemory> make_nccl_memory(const wb_process_group& group, std::size_t arena_bytes);
+
+}  // namespace waybill::capi
