@@ -72,10 +72,13 @@ GrowableBuffer::GrowableBuffer(std::size_t most_bytes, int device) : device_(dev
 
 GrowableBuffer::~GrowableBuffer() {
   if (address_ == 0) return;
+  int previous = 0;
+  WB_TRY_CUDA_NOEXCEPT(cudaGetDevice(&previous));
   WB_TRY_CUDA_NOEXCEPT(cudaSetDevice(device_));
   WB_TRY_CUDA_NOEXCEPT(cudaDeviceSynchronize());  // as cudaFree does
   if (mapped_ > 0) (void)driver().cuMemUnmap_(address_, mapped_);
   (void)driver().cuMemAddressFree_(address_, reserved_);
+  WB_TRY_CUDA_NOEXCEPT(cudaSetDevice(previous));
 }
 
 void GrowableBuffer::grow(std::size_t bytes) {
