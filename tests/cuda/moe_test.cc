@@ -368,6 +368,16 @@ TEST(MoeTwoGpus, AFirstStepDoesNotHoldUpTheOtherGpusThread) {
   EXPECT_EQ(gpu.first_error(), "");
 }
 
+// A rank without tokens comes to the first exchange at once, while the other still makes what its gate needs.
+TEST(MoeTwoGpus, ARankWithoutTokensDoesNotHoldUpTheFirstStep) {
+  if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
+  const MoeConfig c = gpu_config(16, 4, 200);
+  MoeGpuOptions options;
+  options.devices = {0, 1};
+  check(c, {0, 200}, options, "no tokens on rank 0");
+  check(c, {200, 0}, options, "no tokens on rank 1");
+}
+
 TEST(MoeTwoGpus, CapturedStepsHaveTheBitsOfOneGpu) {
   if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
   MoeConfig c = gpu_config(16, 4, 60);

@@ -37,9 +37,11 @@ class TrainCuda : public ::testing::Test {
     outcome.result = waybill::train(folder_.config(overrides, config), options, &outcome.recording);
     return outcome;
   }
-  static void expect_close(const Recording& gpu, const Recording& cpu, double bound) {
-    ASSERT_EQ(gpu.losses.size(), cpu.losses.size());
-    for (std::size_t i = 0; i < cpu.losses.size(); ++i) EXPECT_NEAR(gpu.losses[i], cpu.losses[i], bound * cpu.losses[i]) << "step " << i + 1;
+  // Rounding is amplified from step to step at the rate of a start: the CPU's own bf16 recipe is 0.3 % from its fp32 at step 12 of the short demo and 2.2 %
+  // at step 19.
+  static void expect_close(const std::vector<double>& gpu, const std::vector<double>& cpu) {
+    ASSERT_EQ(gpu.size(), cpu.size());
+    for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(gpu[i], cpu[i], (i < 12 ? 0.01 : 0.04) * cpu[i]) << "step " << i + 1;
   }
   RunFolder folder_{60000};
 };
@@ -49,8 +51,8 @@ const Overrides kShort = {"train.steps=20",        "train.warmup_steps=5", "trai
 
 TEST_F(TrainCuda, AShortRunOfTheDemoFollowsTheCpusLossesAndItsCountersAddUp) {
   const Outcome cpu = run("demo", "cpu", "cpu", kShort), gpu = run("demo", "gpu", "cuda", kShort);
-  expect_close(gpu.recording, cpu.recording, 0.01);
-  EXPECT_NEAR(gpu.result.held_out_loss, cpu.result.held_out_loss, 0.01 * cpu.result.held_out_loss);
+  expect_close(gpu.recording.losses, cpu.recording.losses);
+  EXPECT_NEAR(gpu.result.held_out_loss, cpu.result.held_out_loss, 0.04 * cpu.result.held_out_loss);
   EXPECT_LT(gpu.recording.losses.back(), gpu.recording.losses.front() - 0.5);
   EXPECT_NE(gpu.recording.headers.at(0).device, "cpu");
   for (std::size_t i = 0; i < gpu.recording.steps.size(); ++i) {
@@ -60,7 +62,7 @@ TEST_F(TrainCuda, AShortRunOfTheDemoFollowsTheCpusLossesAndItsCountersAddUp) {
     if (m.step <= 3) {  // later ones differ at the spikes of a high rate
       EXPECT_NEAR(m.grad_norm, c.grad_norm, 0.1 * c.grad_norm) << m.step;
     }
-    EXPECT_NEAR(m.aux_loss, c.aux_loss, 0.02 * c.aux_loss) << m.step;
+    EXPECT_NEAR(m.aux_loss, c.aux_loss, (m.step <= 6 ? 0.02 : 0.06) * c.aux_loss) << m.step;
     ASSERT_EQ(m.layers.size(), c.layers.size());
     for (const LayerMetrics& layer : m.layers) {
       std::int64_t routes = 0, slots = 0, rows = 0;
@@ -106,16 +108,17 @@ TEST_F(TrainCuda, ReadingStepsLateChangesNoLoss) {
 
 // configs/golden.toml has every mechanism on: shared expert, groups, z-loss, two micro-batches.
 TEST_F(TrainCuda, ARunMovesFromTheGpuToTheCpuAndBack) {
-  const Outcome cpu = run("golden", "cpu", "cpu", {});
-  const Outcome start = run("golden", "moving", "cuda", {"train.steps=10"});
-  const Outcome middle = run("golden", "moving", "cpu", {"train.steps=20"}, /*resume=*/true);
-  const Outcome end = run("golden", "moving", "cuda", {}, /*resume=*/true);
-  Recording all;
-  for (const Outcome* part : {&start, &middle, &end}) all.losses.insert(all.losses.end(), part->recording.losses.begin(), part->recording.losses.end());
-  ASSERT_EQ(all.losses.size(), cpu.recording.losses.size());
-  // The schedule's length differs between the parts, so only the first part is compared step by step.
-  for (std::size_t i = 0; i < 5; ++i) EXPECT_NEAR(all.losses[i], cpu.recording.losses[i], 0.01 * cpu.recording.losses[i]) << i;
-  EXPECT_NEAR(all.losses.back(), cpu.recording.losses.back(), 0.05 * cpu.recording.losses.back());
+  // The rate's schedule follows train.steps, so the CPU alone runs in the same parts.
+  const auto in_parts = [&](const std::string& name, const char* first, const char* second, const char* third) {
+    std::vector<double> losses;
+    const auto part = [&](const char* device, Overrides overrides, bool resume) {
+      const Outcome outcome = run("golden", name, device, std::move(overrides), resume);
+      losses.insert(losses.end(), outcome.recording.losses.begin(), outcome.recording.losses.end());
+    };
+    part(first, {"train.steps=10"}, false), part(second, {"train.steps=20"}, true), part(third, {}, true);
+    return losses;
+  };
+  expect_close(in_parts("moving", "cuda", "cpu", "cuda"), in_parts("cpu", "cpu", "cpu", "cpu"));
 }
 
 }  // namespace

@@ -6,10 +6,13 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <tuple>
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/scratch_buffer.h"
 #include "core/cuda/stream_map.h"
 
 namespace waybill::cuda {
@@ -18,6 +21,7 @@ namespace {
 // clang-format off
 #define WB_CUBLASLT_FUNCTIONS(F) \
   F(cublasLtCreate) \
+  F(cublasLtDestroy) \
   F(cublasLtMatmul) \
   F(cublasLtMatmulDescCreate) \
   F(cublasLtMatmulDescSetAttribute) \
@@ -73,10 +77,13 @@ cudaDataType_t data_type(DType dtype) { return dtype == DType::kBF16 ? CUDA_R_16
 // Plans of one device; created once a shape, kept for the process.
 class Plans {
  public:
-  explicit Plans(int device) : workspace_(kWorkspaceBytes, device) { WB_TRY_CUBLAS(lt_.cublasLtCreate(&handle_)); }
+  explicit Plans(int device) : device_(device) { WB_TRY_CUBLAS(lt_.cublasLtCreate(&handle_)); }
+  // Not the destructor's work: plans that are kept for the process outlive the driver.
+  void close() { WB_TRY_CUBLAS(lt_.cublasLtDestroy(handle_)); }
 
   void run(const DenseMatmul& x, const void* a, const void* b, void* c, cudaStream_t stream) {
     const Plan& plan = find(x);
+    workspace_.reserve(kWorkspaceBytes, /*zero=*/false, device_, stream);
     const float alpha = 1.0f, beta = x.accumulate ? 1.0f : 0.0f;
     WB_TRY_CUBLAS(lt_.cublasLtMatmul(handle_, plan.operation, &alpha, b, plan.a, a, plan.b, &beta, c, plan.d, c, plan.d, &plan.algorithm, workspace_.data(),
                                      kWorkspaceBytes, stream));
@@ -127,7 +134,8 @@ class Plans {
 
   const CublasLt& lt_ = CublasLt::get();
   cublasLtHandle_t handle_ = nullptr;
-  DeviceBuffer workspace_;
+  int device_;
+  ScratchBuffer workspace_;
   std::map<Key, Plan> plans_;
 };
 
@@ -152,6 +160,23 @@ void dense_matmul(const DenseMatmul& x, const void* a, const void* b, void* c, i
     return;
   }
   plans_of(device, stream).run(x, a, b, c, stream);
+}
+
+void prepare_dense_matmul(int device) {
+  static std::mutex mutex;
+  static std::set<int> done;
+  const std::lock_guard lock(mutex);
+  if (!done.insert(device).second) return;
+  constexpr std::int64_t kSize = 64;
+  const DeviceGuard guard(device);
+  const CudaStream stream(device);
+  const DeviceBuffer operands(kSize * kSize * 4, device), result(kSize * kSize * 4, device);
+  operands.fill(0, stream);
+  Plans plans(device);
+  for (const DType dtype : {DType::kBF16, DType::kF32})
+    plans.run({.M = kSize, .N = kSize, .C = kSize, .dtype = dtype}, operands.data(), operands.data(), result.data(), stream);
+  stream.synchronize();
+  plans.close();
 }
 
 }  // namespace waybill::cuda

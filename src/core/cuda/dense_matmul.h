@@ -23,4 +23,8 @@ struct DenseMatmul {
 };
 void dense_matmul(const DenseMatmul& matmul, const void* a, const void* b, void* c, int device, cudaStream_t stream);
 
+// Loads the library and its kernels onto the device and waits for it; once a device. Where several GPUs of a process wait for each other's kernels this must
+// come before: the load allocates memory that the peers see, and so waits for what they run.
+void prepare_dense_matmul(int device);
+
 }  // namespace waybill::cuda

@@ -4,6 +4,7 @@
 #include <nvtx3/nvToolsExt.h>
 
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/dense_matmul.h"
 #include "moe/cuda/device_moe_impl.h"
 
 namespace waybill::cuda {
@@ -33,6 +34,7 @@ const std::int32_t* DeviceMoeStep::total_counts(int index) const {
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
     : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch), side(device) {
   check_device_moe(config, P, options);
+  prepare_dense_matmul(device);
   config.router.E = config.E, config.router.K = config.K;
   L = config.L(P);
   const ExchangeConfig exchange_config = device_exchange_config(config);
