@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The MoE block on GPUs: two ops that queue on XLA's stream and wait for nothing. The layers are made by Python when a program is traced
 // (wbx_make_device_layer); a program that comes from a cache makes the layer of a single process by itself.
-#include <map>
-#include <mutex>
-#include <tuple>
-#include <vector>
-
-#include "ffi_support.h"
+#include "device_registry.h"
 
 namespace waybill::jax {
 namespace {
@@ -23,34 +18,6 @@ wb_tensor* field(wb_moe_tensors& tensors, std::int64_t index) {
   return fields[index];
 }
 
-// The layers of this process; they live as long as it does.
-class Layers {
- public:
-  static Layers& instance() {
-    static Layers* const layers = new Layers;
-    return *layers;
-  }
-
-  wb_status get(const wb_moe_config& config, std::int32_t P, std::int32_t device, const wb_process_group* group, bool may_create, wb_device_moe** layer) {
-    const auto* bytes = reinterpret_cast<const std::uint8_t*>(&config);
-    const std::tuple key(std::vector<std::uint8_t>(bytes, bytes + sizeof(config)), P, device);
-    const std::lock_guard lock(mutex_);
-    if (const auto found = layers_.find(key); found != layers_.end()) {
-      *layer = found->second;
-      return WB_OK;
-    }
-    *layer = nullptr;
-    if (!may_create) return WB_OK;
-    const wb_status status = wb_device_moe_create(&config, device, group, layer);
-    if (status == WB_OK) layers_.emplace(key, *layer);
-    return status;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::tuple<std::vector<std::uint8_t>, std::int32_t, std::int32_t>, wb_device_moe*> layers_;
-};
-
 // What both directions are given.
 struct Call {
   Place at;
@@ -64,7 +31,7 @@ struct Call {
     at = Place(device, stream);
     wb_moe_config config{};
     if (!read_config(bytes, config)) return refuse("the block's config has another size");
-    WB_FFI_TRY(Layers::instance().get(config, static_cast<std::int32_t>(P), device, nullptr, P == 1, &layer));
+    WB_FFI_TRY(DeviceLayers::instance().get(config, static_cast<std::int32_t>(P), device, nullptr, P == 1, &layer));
     if (layer == nullptr) return refuse("this process has not made the layer of this program; trace it here");
     (void)wb_moe_forward_options_init(&options, sizeof(options));
     x = to_tensor(rows, at);
@@ -136,5 +103,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_moe_backward_cuda, backward,
 extern "C" __attribute__((visibility("default"))) int wbx_make_device_layer(const wb_moe_config* config, std::int32_t P, std::int32_t device,
                                                                             const wb_process_group* group) {
   wb_device_moe* layer = nullptr;
-  return waybill::jax::Layers::instance().get(*config, P, device, group, true, &layer);
+  return waybill::jax::DeviceLayers::instance().get(*config, P, device, group, true, &layer);
 }

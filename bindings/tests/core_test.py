@@ -3,6 +3,7 @@
 
 import array
 import ctypes
+import dataclasses
 import math
 import random
 import subprocess
@@ -332,6 +333,48 @@ class Groups(unittest.TestCase):
             return True
 
         self.assertEqual(waybill.Group(2).run(body), [True, True])
+
+
+class DeviceMoe(unittest.TestCase):
+    """What needs no GPU."""
+
+    CONFIG = waybill.MoeConfig(H=64, F=48, router=waybill.RouterConfig(E=8, K=2), recipe="bf16", T_max=32)
+
+    @unittest.skipUnless(_library.has_cuda(), "libwaybill.so was built without CUDA")
+    def test_saved_bytes_follow_from_the_config(self):
+        from waybill import _device
+
+        sizes = {recompute: _device.saved_bytes(dataclasses.replace(self.CONFIG, recompute=recompute).struct(), 1) for recompute in ("none", "activation", "layer")}
+        rows, slots = 32, 64
+        # a [S, F], and h [S, 2F] with the rows, all bf16; parts are aligned to 256 bytes.
+        self.assertEqual(sizes["none"] - sizes["activation"], slots * 48 * 2)
+        self.assertGreaterEqual(sizes["activation"] - sizes["layer"], slots * 96 * 2 + rows * 64 * 2)
+
+    @unittest.skipUnless(_library.has_cuda(), "libwaybill.so was built without CUDA")
+    def test_what_the_layer_on_gpus_lacks_is_refused_by_name(self):
+        from waybill import _device
+
+        with self.assertRaisesRegex(NotImplementedError, "the MoE layer on GPUs does not do"):
+            _device.saved_bytes(dataclasses.replace(self.CONFIG, recipe="fp32").struct(), 1)
+        with self.assertRaisesRegex(ValueError, "needs T_max, the most tokens of a call, got 0"):
+            _device.saved_bytes(dataclasses.replace(self.CONFIG, T_max=0).struct(), 1)
+        with self.assertRaisesRegex(ValueError, "multiples of 8, got H = 60"):
+            _device.saved_bytes(dataclasses.replace(self.CONFIG, H=60).struct(), 1)
+
+    @unittest.skipIf(_library.has_cuda(), "libwaybill.so was built with CUDA")
+    def test_a_library_without_cuda_says_so(self):
+        from waybill import _device
+
+        with self.assertRaisesRegex(NotImplementedError, "this library computes on the CPU only"):
+            _device.saved_bytes(self.CONFIG.struct(), 1)
+
+    def test_a_group_of_processes_needs_eager_loading(self):
+        from unittest import mock
+
+        from waybill import _device
+
+        with mock.patch.dict("os.environ", {"CUDA_MODULE_LOADING": "LAZY"}), self.assertRaisesRegex(RuntimeError, "CUDA_MODULE_LOADING=EAGER"):
+            _device.check_environment()
 
 
 if __name__ == "__main__":

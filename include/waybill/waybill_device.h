@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The C ABI, third part: the MoE layer on GPUs. Included by waybill.h; the rules are there. A library without CUDA has these functions too; they return
- * WB_UNSUPPORTED.
+/* The C ABI, third part: the MoE layer and the exchange on GPUs. Included by waybill.h; the rules are there. A library without CUDA has these functions
+ * too; they return WB_UNSUPPORTED.
  *
  * One wb_device_moe is one rank of a group of one process a GPU, or alone. forward and backward queue work on the caller's stream and return: no host wait,
  * nothing allocated but by the first calls of a stream, capturable in CUDA graphs after one call of either on that device. What a forward leaves for
@@ -56,6 +56,25 @@ WB_API wb_status wb_device_moe_backward(wb_device_moe* layer, const wb_moe_tenso
                                         const float* loss_weights, const wb_stream* stream) WB_NOEXCEPT;
 /* Sticky faults of all calls so far; waits for the device. WB_PEER_FAILED with the text where a wait for another rank ran out. */
 WB_API wb_status wb_device_moe_get_status(wb_device_moe* layer, wb_step_status* status, const wb_stream* stream) WB_NOEXCEPT;
+
+/* ---- dispatch and combine --------------------------------------------------------------------------------------------- */
+
+/* One rank's exchange on one GPU. Each call plans its batch again from the compact routes, so that no state lives between calls. config: as
+   wb_exchange_create; T_max must be given, H a multiple of 8. Otherwise as wb_device_moe_create. */
+typedef struct wb_device_exchange wb_device_exchange;
+WB_API wb_status wb_device_exchange_create(const wb_exchange_config* config, int32_t device, const wb_process_group* group,
+                                           wb_device_exchange** exchange) WB_NOEXCEPT;
+WB_API void wb_device_exchange_destroy(wb_device_exchange* exchange) WB_NOEXCEPT;
+/* x [T, H] f32 or bf16 -> slots [S, H] of that type by local expert, S = the slot budget with padding; slots of no route are 0. sizes [L] i32 with padding
+   and valid [1] i32 on the device: after an exceeded budget on any rank all of them are 0. */
+WB_API wb_status wb_device_exchange_dispatch(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* x, const wb_tensor* slots, int32_t* sizes,
+                                             int32_t* valid, const wb_stream* stream) WB_NOEXCEPT;
+/* y [S, H] f32 or bf16 -> out [T, H] f32: slots (times their weights where `weighted`) in order k, then ranks in rank order. */
+WB_API wb_status wb_device_exchange_combine(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* y, int32_t weighted, const wb_tensor* out,
+                                            const wb_stream* stream) WB_NOEXCEPT;
+/* Backward of the weighted combine: d_out [T, H] f32 -> dy [S, H] of y's type, d_weights [T, K] f32. */
+WB_API wb_status wb_device_exchange_combine_backward(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* d_out, const wb_tensor* y,
+                                                     const wb_tensor* dy, float* d_weights, const wb_stream* stream) WB_NOEXCEPT;
 
 #ifdef __cplusplus
 }

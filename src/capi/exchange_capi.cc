@@ -18,7 +18,9 @@ wb_exchange_config default_exchange_config() {
   return config;
 }
 
-ExchangeConfig to_exchange_config(const wb_exchange_config* config) {
+}  // namespace
+
+ExchangeConfig capi::to_exchange_config(const wb_exchange_config* config) {
   const wb_exchange_config given = read_struct(config, "config", default_exchange_config());
   ExchangeConfig result;
   result.H = given.H;
@@ -33,8 +35,6 @@ ExchangeConfig to_exchange_config(const wb_exchange_config* config) {
   result.hierarchy = checked_enum(given.hierarchy, Hierarchy::kAuto, "hierarchy");
   return result;
 }
-
-}  // namespace
 
 wb_status wb_exchange_config_init(wb_exchange_config* config, uint64_t struct_size) noexcept {
   return guarded([&] { init_struct(config, struct_size, default_exchange_config(), "config"); });

@@ -26,3 +26,7 @@ struct wb_dispatch {
   waybill::DispatchHandle handle;
   waybill::Tensor rows;  // [R, H] of the last dispatch
 };
+
+namespace waybill::capi {
+ExchangeConfig to_exchange_config(const wb_exchange_config* config);
+}

@@ -204,6 +204,11 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_device_moe_forward": (i32, [_handle, c.POINTER(MoeTensors), _tensor, c.POINTER(MoeForwardOptions), c.POINTER(DeviceMoeOutputs), c.POINTER(Stream)]),
     "wb_device_moe_backward": (i32, [_handle, c.POINTER(MoeTensors), c.POINTER(MoeTensors), _tensor, _tensor, _tensor, c.POINTER(MoeForwardOptions), _tensor,
                                      c.c_void_p, c.POINTER(Stream)]),
+    "wb_device_exchange_create": (i32, [c.POINTER(ExchangeConfig), i32, c.POINTER(ProcessGroup), _out]),
+    "wb_device_exchange_destroy": (None, [_handle]),
+    "wb_device_exchange_dispatch": (i32, [_handle, c.POINTER(Route), _tensor, _tensor, c.c_void_p, c.c_void_p, c.POINTER(Stream)]),
+    "wb_device_exchange_combine": (i32, [_handle, c.POINTER(Route), _tensor, i32, _tensor, c.POINTER(Stream)]),
+    "wb_device_exchange_combine_backward": (i32, [_handle, c.POINTER(Route), _tensor, _tensor, _tensor, c.c_void_p, c.POINTER(Stream)]),
     "wb_device_moe_get_status": (i32, [_handle, c.POINTER(StepStatus), c.POINTER(Stream)]),
     "wb_update_expert_bias": (i32, [c.c_void_p, c.c_void_p, i64, f32, i32]),
 }  # fmt: skip

@@ -140,9 +140,42 @@ def test_a_library_without_cuda_says_so(monkeypatch):
         wbj.router(on(gpus()[0], jnp.zeros((2, 4))), wbj.RouterConfig(E=4, K=1))
 
 
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
+@pytest.mark.parametrize("alignment, factor", [(1, 0.0), (16, 0.0), (1, 1.0), (8, 0.25)], ids=["plain", "aligned", "budget", "exceeded"])
+def test_dispatch_and_combine_are_those_of_the_cpu(dtype, bound, alignment, factor):
+    T, E, K, H = 70, 8, 3, 64
+    rng = np.random.default_rng(7)
+    ids = np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int16)
+    ids[::9] = -1  # padding
+    options = {"E": E, "alignment": alignment, "receive_factor": factor}
+
+    def on_platform(platform):
+        def run(ids, x, weights, d_out):
+            def block(x, weights):
+                slots = wbj.dispatch(x, ids, weights, **options, platform=platform)
+                return wbj.combine(slots.rows * 2, ids, weights, **options, platform=platform), slots
+
+            out, pull, slots = jax.vjp(block, x, weights, has_aux=True)
+            return out, slots, pull(d_out)
+
+        return jax.jit(run)
+
+    given = jnp.asarray(ids), normal(1, T, H, dtype=dtype), normal(2, T, K), normal(3, T, H)
+    want = jax.tree.map(np.asarray, on_platform("cpu")(*on(jax.devices("cpu")[0], given)))
+    compiled, operands = on_platform("cuda"), on(gpus()[0], given)
+    runs = [jax.tree.map(np.asarray, compiled(*operands)) for _ in range(3)]
+    for other in runs[1:]:
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(other), strict=True))
+    assert int(runs[0][1].valid) == (0 if factor == 0.25 else 1)
+    for a, b in zip(jax.tree.leaves(runs[0][1]), jax.tree.leaves(want[1]), strict=True):  # rows, sizes, valid
+        assert a.tobytes() == b.tobytes()
+    for a, b in zip(jax.tree.leaves((runs[0][0], runs[0][2])), jax.tree.leaves((want[0], want[2])), strict=True):
+        assert a.dtype == b.dtype and relative(a.astype(np.float64), b.astype(np.float64)) < bound
+
+
 def test_ops_without_a_cuda_form_refuse_with_their_name():
     x, ids, weights = on(gpus()[0], (jnp.zeros((2, 8)), jnp.zeros((2, 1), jnp.int16), jnp.ones((2, 1))))
     with pytest.raises(NotImplementedError, match="x is on gpu; this op computes on the CPU only"):
-        wbj.permute(x, ids, weights, E=2)
+        wbj.dispatch_start(x, ids, weights, E=2)
     with pytest.raises(jax.errors.JaxRuntimeError, match="this op computes on the CPU only"):
-        jax.block_until_ready(jax.jit(lambda *o: wbj.permute(*o, E=2))(x, ids, weights))
+        jax.block_until_ready(jax.jit(lambda *o: wbj.dispatch_done(wbj.dispatch_start(*o, E=2)))(x, ids, weights))

@@ -26,6 +26,26 @@ def relative(got, want):
     return abs(got - want).max() / max(abs(want).max(), 1e-30)
 
 
+def routes(mesh, put):
+    """dispatch and combine with experts that change nothing and unit weights: each token comes back K times, exactly."""
+    E, K = 8, 3
+    rng = np.random.default_rng(5)
+    ids = np.stack([rng.permutation(E)[:K] for _ in range(P * T)]).astype(np.int16)
+    x = rng.integers(-15, 16, (P * T, 64)).astype(np.float32)
+
+    def body(x, ids, weights):
+        slots = wbj.dispatch(x, ids, weights, E=E, axis_name="expert")
+        return wbj.combine(slots.rows, ids, weights, E=E, axis_name="expert"), slots.group_sizes, slots.valid.reshape(1)
+
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=Spec("expert"), out_specs=Spec("expert")))
+    for _ in range(3):
+        out, sizes, valid = step(*(put(array, Spec("expert")) for array in (x, ids, np.ones((P * T, K), np.float32))))
+        assert (np.asarray(out.addressable_shards[0].data) == K * x[index * T : (index + 1) * T]).all()
+        L = E // P
+        assert np.asarray(sizes.addressable_shards[0].data).tolist() == np.bincount(ids.reshape(-1), minlength=E)[index * L : (index + 1) * L].tolist()
+        assert int(valid.addressable_shards[0].data[0]) == 1
+
+
 def main():
     mesh = jax.make_mesh((P,), ("expert",))
     assert [device.process_index for device in mesh.devices] == list(range(P))
@@ -76,6 +96,7 @@ def main():
         wanted = want_p[name][index * L : (index + 1) * L] if specs[name] != Spec() else want_p[name]
         error = relative(gradient.addressable_shards[0].data, wanted)
         assert error < 1e-2, (name, error)
+    routes(mesh, put)
     print(f"process {index}: passed", flush=True)
     os._exit(0)
 

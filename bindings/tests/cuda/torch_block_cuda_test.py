@@ -277,6 +277,6 @@ def test_refusals_name_what_is_wrong():
         wbt.MoE(dataclasses.replace(CONFIG, expert_bias=True), device="cuda")(x)
     with pytest.raises(NotImplementedError, match="rounding_seed"):
         make(CONFIG)(x, rounding_seed=3)
-    with pytest.raises(RuntimeError, match="allocates and cannot be captured"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            make(dataclasses.replace(CONFIG, T_max=77))(x)
+    fresh = make(dataclasses.replace(CONFIG, T_max=77))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="allocates and cannot be captured"):
+        fresh(x)

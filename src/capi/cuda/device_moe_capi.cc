@@ -8,6 +8,7 @@
 #include "capi/cuda/process_memory.h"
 #include "capi/moe_convert.h"
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/scratch_buffer.h"
 #include "moe/cuda/device_moe.h"
 #include "moe/cuda/step_results.h"
 
@@ -106,16 +107,9 @@ std::int64_t tokens_of(const TensorView& x) { return x.rank == 2 ? x.shape[0] : 
 wb_status wb_device_moe_create(const wb_moe_config* config, int32_t device, const wb_process_group* group, wb_device_moe** layer) noexcept {
   return guarded([&] {
     wb_device_moe*& target = required(layer, "layer");
-    (void)to_device(WB_CUDA_DEVICE, device, "device", Memory::kAny);
-    wb_process_group ranks{};
-    if (group != nullptr) {
-      ranks = read_struct(group, "group");
-      WB_CHECK(ranks.size >= 1 && ranks.rank >= 0 && ranks.rank < ranks.size, "group: rank {} of {} is none", ranks.rank, ranks.size);
-      WB_CHECK(ranks.device == device, "group.device is {}, device {}", ranks.device, device);
-      (void)required(ranks.address, "group.address");
-    }
+    const wb_process_group ranks = checked_group(group, device);
     const cuda::DeviceGuard guard(device);
-    target = new wb_device_moe(device_config(config, std::max(ranks.size, 1)), device, group != nullptr && ranks.size > 1 ? &ranks : nullptr);
+    target = new wb_device_moe(device_config(config, ranks.size), device, ranks.size > 1 ? &ranks : nullptr);
   });
 }
 
@@ -137,6 +131,7 @@ wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* par
     const MoeTensors weights[] = {to_moe_tensors(parameters, "parameters", Memory::kAny)};
     const TensorView outs[] = {to.out};
     const cudaStream_t queue = native(stream, own.where);
+    const cuda::RelaxedCapture relaxed;  // a stream's first call makes the matmuls' workspace, also while it is captured
     own.layer.forward(weights, inputs, outs, own.step, given.options, queue);
     const cuda::DeviceGuard guard(own.where.index);
     const cuda::DeviceRoute route = own.step.route(0);
@@ -165,6 +160,7 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
     WB_CHECK(static_cast<bool>(from), "saved is not given (rank 0)");
     const MoeTensors weights[] = {to_moe_tensors(parameters, "parameters", Memory::kAny)}, sums[] = {to_moe_tensors(gradients, "gradients", Memory::kAny)};
     const cudaStream_t queue = native(stream, own.where);
+    const cuda::RelaxedCapture relaxed;
     own.layer.restore(own.step, from.data, inputs[0], given.options, queue);
     cuda::DeviceMoeBackward backward;
     backward.loss_weights = loss_weights;

@@ -20,6 +20,9 @@ class ProcessMemory {
   virtual std::string first_error() const = 0;                                   // waits for the device
 };
 
+// The caller's group on `device`, checked; size 1 where none is given.
+wb_process_group checked_group(const wb_process_group* group, std::int32_t device);
+
 // group: null = this process alone.
 std::unique_ptr<ProcessMemory> make_process_memory(int device, const wb_process_group* group, std::size_t arena_bytes);
 

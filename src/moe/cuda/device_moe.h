@@ -134,7 +134,8 @@ class DeviceMoeLayer {
                 std::span<const TensorView> dx, DeviceMoeStep& step, const DeviceMoeBackward& options, cudaStream_t stream);
 
   // What a training forward leaves for its backward, in memory of the caller's (saved_bytes(), aligned to 16), for launches with one rank: the step may
-  // then serve other forwards before the backward runs. Not with exact_sizes or resend_rows. Both queue copies. restore() wants the forward's x and options and makes the step ready.
+  // then serve other forwards before the backward runs. Not with exact_sizes or resend_rows. Both queue copies. restore() wants the forward's x and
+  // options and makes the step ready.
   static std::size_t saved_bytes(const MoeConfig& config, int P);
   void save(const DeviceMoeStep& step, void* to, cudaStream_t stream) const;
   void restore(DeviceMoeStep& step, const void* from, const TensorView& x, const DeviceMoeForward& options, cudaStream_t stream);

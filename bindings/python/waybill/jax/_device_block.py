@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _abi, _device
+from .._library import check
 from ..config import MoeConfig
 from . import _ffi, _mesh
 
@@ -44,33 +45,34 @@ def _settings(setup: Setup, T: int) -> tuple[_abi.MoeConfig, Any]:
     return struct, _ffi.config_bytes(struct)
 
 
-def _ensure(setup: Setup, struct: _abi.MoeConfig) -> None:
-    """Makes the layer of these settings on this process's GPU, once; where the group has several processes this is collective."""
+def ensure(make: str, struct: Any, axis_name: str | None, P: int) -> None:
+    """Makes the layer or exchange of these settings on this process's GPUs, once; where the group has several processes this is collective."""
     global _number_of_groups
-    key = bytes(struct) + bytes([setup.P % 256])
+    key = make.encode() + bytes(struct) + P.to_bytes(4, "little")
     if key in _made:
         return
     devices = [device for device in jax.local_devices() if device.platform == "gpu"]
-    if setup.P > 1 and (jax.process_count() != setup.P or len(devices) != 1):
-        raise NotImplementedError(f"axis {setup.axis_name!r} has {setup.P} devices; on GPUs it must have all {jax.process_count()} processes, one GPU each "
+    if P > 1 and (jax.process_count() != P or len(devices) != 1):
+        raise NotImplementedError(f"axis {axis_name!r} has {P} devices; on GPUs it must have all {jax.process_count()} processes, one GPU each "
                                   f"(this one has {len(devices)})")  # fmt: skip
     if not devices:
         raise RuntimeError("platform 'cuda', but this process has no CUDA device")
-    group, peers = None, None
-    if setup.P > 1:
+    group = None
+    if P > 1:
         _device.check_environment()
         _number_of_groups += 1
         peers = _mesh.device_peers(_number_of_groups)
         port = peers.publish(_device.free_port() if peers.rank == 0 else 0)
+        group = _abi.ProcessGroup(struct_size=c.sizeof(_abi.ProcessGroup), rank=peers.rank, size=P, device=devices[0].local_hardware_id, port=port,
+                                  address=peers.address.encode())  # fmt: skip
     lib = _ffi.load()
     for device in devices:
-        if peers is not None:
-            group = c.byref(_abi.ProcessGroup(struct_size=c.sizeof(_abi.ProcessGroup), rank=peers.rank, size=peers.size, device=device.local_hardware_id, port=port,
-                                              address=peers.address.encode()))  # fmt: skip
-        from .._library import check
-
-        check(lib.wbx_make_device_layer(c.byref(struct), setup.P, device.local_hardware_id, group))
+        check(getattr(lib, make)(c.byref(struct), P, device.local_hardware_id, None if group is None else c.byref(group)))
     _made.add(key)
+
+
+def _ensure(setup: Setup, struct: _abi.MoeConfig) -> None:
+    ensure("wbx_make_device_layer", struct, setup.axis_name, setup.P)
 
 
 def _given(params: dict[str, jax.Array], mask: jax.Array | None) -> int:

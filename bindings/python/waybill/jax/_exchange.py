@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _abi
 from .._library import check, library
 from ..config import WIRES, choice
-from . import _ffi
+from . import _device_block, _ffi
 
 
 class Slots(NamedTuple):
@@ -36,6 +36,7 @@ class _Setup(NamedTuple):
     receive_factor: float
     alignment: int
     combine_wire: str
+    on_gpu: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -47,17 +48,23 @@ class _Setup(NamedTuple):
         by_slots = slots + (self.alignment - 1) * min(L, slots)
         return min(by_slots // self.alignment * self.alignment, L * (-(-tokens // self.alignment) * self.alignment))
 
-    def attributes(self) -> dict[str, Any]:
+    def struct(self) -> _abi.ExchangeConfig:
         config = _abi.ExchangeConfig()
         check(library().wb_exchange_config_init(c.byref(config), c.sizeof(config)))
         config.H, config.E, config.K, config.T_max, config.alignment = self.H, self.E, self.K, self.T, self.alignment
         config.receive_factor, config.mode, config.combine_wire = self.receive_factor, 1, choice(self.combine_wire, WIRES, "combine_wire")
-        return {"E": self.E, "P": self.P, "config": _ffi.config_bytes(config)}
+        return config
+
+    def attributes(self) -> dict[str, Any]:
+        return {"E": self.E, "P": self.P, "config": _ffi.config_bytes(self.struct())}
 
     def place(self, op: str, *operands: jax.Array) -> jax.Array:
         return _ffi.place(op, self.axis_name, self.attributes()["config"], operands)
 
     def call(self, op: str, results: Any, *operands: jax.Array, **options: Any) -> Any:
+        if self.on_gpu:  # calls of a program come in one order on all devices: no meeting is needed
+            _device_block.ensure("wbx_make_device_exchange", self.struct(), self.axis_name, self.P)
+            return _ffi.call(f"device_{op}", results, *operands, **options, **self.attributes())
         return _ffi.call(op, results, self.place(op, *operands), *operands, **options, **self.attributes())
 
     def slots(self, dtype: Any) -> tuple[Any, ...]:
@@ -101,29 +108,30 @@ def _combine_backward(setup: _Setup, saved: Any, d_out: jax.Array) -> tuple[Any,
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _setup(ids: jax.Array, weights: jax.Array, E: int, H: int, axis_name: str | None, receive_factor: float, alignment: int, combine_wire: str) -> _Setup:
-    _ffi.check(ids, "ids", [jnp.int16, jnp.int32], ["T", "K"])
-    _ffi.check(weights, "weights", [jnp.float32], ids.shape)
+def _setup(ids: jax.Array, weights: jax.Array, E: int, H: int, axis_name: str | None, receive_factor: float, alignment: int, combine_wire: str,
+           on_gpu: bool) -> _Setup:  # fmt: skip
+    _ffi.check(ids, "ids", [jnp.int16, jnp.int32], ["T", "K"], on_gpu=on_gpu)
+    _ffi.check(weights, "weights", [jnp.float32], ids.shape, on_gpu=on_gpu)
     P = _ffi.axis_size(axis_name)
     if E % P:
         raise ValueError(f"E = {E} experts cannot be spread evenly over the {P} devices of axis {axis_name!r}")
     if alignment < 1 or not 0 <= receive_factor < math.inf:
         raise ValueError(f"alignment = {alignment} must be positive, receive_factor = {receive_factor} finite and not negative")
-    return _Setup(E, ids.shape[1], ids.shape[0], H, P, axis_name, float(receive_factor), alignment, combine_wire)
+    return _Setup(E, ids.shape[1], ids.shape[0], H, P, axis_name, float(receive_factor), alignment, combine_wire, on_gpu)
 
 
 def prepare_dispatch(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int
+    x: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int, on_gpu: bool = False
 ) -> tuple[jax.Array, _Setup]:
-    _ffi.check(x, "x", _ffi.FLOATS, [ids.shape[0], "H"])
-    setup = _setup(ids, weights, E, x.shape[1], axis_name, receive_factor, alignment, "float32")
+    _ffi.check(x, "x", _ffi.FLOATS, [ids.shape[0], "H"], on_gpu=on_gpu)
+    setup = _setup(ids, weights, E, x.shape[1], axis_name, receive_factor, alignment, "float32", on_gpu)
     return _ffi.varying(x, axis_name), setup
 
 
 def prepare_combine(y: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int,
-                    combine_wire: str) -> tuple[jax.Array, jax.Array, _Setup]:  # fmt: skip
-    _ffi.check(y, "y", _ffi.FLOATS, ["S_max", "H"])
-    setup = _setup(ids, weights, E, y.shape[1], axis_name, receive_factor, alignment, combine_wire)
+                    combine_wire: str, on_gpu: bool = False) -> tuple[jax.Array, jax.Array, _Setup]:  # fmt: skip
+    _ffi.check(y, "y", _ffi.FLOATS, ["S_max", "H"], on_gpu=on_gpu)
+    setup = _setup(ids, weights, E, y.shape[1], axis_name, receive_factor, alignment, combine_wire, on_gpu)
     if y.shape[0] != setup.num_slots:
         raise ValueError(f"y has {y.shape[0]} slots, the budget of these arguments is {setup.num_slots}; give combine the arguments of dispatch")
     y, weights = _ffi.varying((y, weights), axis_name)
@@ -131,33 +139,35 @@ def prepare_combine(y: jax.Array, ids: jax.Array, weights: jax.Array, E: int, ax
 
 
 def dispatch(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1
+    x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
+    platform: str | None = None,
 ) -> Slots:
     """Sends each token once to every device that holds one of its experts, and lines the rows up by expert there. Collective over the axis.
 
     x [T, H] float32 or bfloat16; ids, weights [T, K] from `router`. E experts, E / P on each of the P devices of `axis_name`. receive_factor f: the
     slot budget S_max = ceil(f * T * K), as ragged_buffer_factor elsewhere; 0 = worst case P * T * min(K, E / P). An overflow never drops
-    rows silently: Slots.valid is 0 on every device. Differentiable in x. Backward plans again from the routes; nothing else is kept.
+    rows silently: Slots.valid is 0 on every device. Differentiable in x. Backward plans again from the routes; nothing else is kept. On a GPU: H a
+    multiple of 8, ids int16 (int32 above 32,768 experts), one process a GPU, the axis in the order of the processes; platform: see moe_block.
     """
-    x, setup = prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment)
+    x, setup = prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, _device_block.platform(x, platform) == "cuda")
     return _dispatch(x, ids, jax.lax.stop_gradient(weights), setup)
 
 
 def combine(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
-            combine_wire: str = "float32") -> jax.Array:  # fmt: skip
+            combine_wire: str = "float32", platform: str | None = None) -> jax.Array:  # fmt: skip
     """y [S_max, H] of the experts -> out [T, H] float32: slots times their weights in order k, then devices in order. Collective.
 
     The other arguments must be those of `dispatch`. Differentiable in y and weights.
     """
-    y, weights, setup = prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire)
+    y, weights, setup = prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire, _device_block.platform(y, platform) == "cuda")
     return _combine(y, ids, weights, setup)
 
 
-def permute(x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, alignment: int = 1) -> Slots:
+def permute(x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, alignment: int = 1, platform: str | None = None) -> Slots:
     """dispatch on one device: rows by expert, [T * K (+ alignment padding), H]."""
-    return dispatch(x, ids, weights, E=E, alignment=alignment)
+    return dispatch(x, ids, weights, E=E, alignment=alignment, platform=platform)
 
 
-def unpermute(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, alignment: int = 1) -> jax.Array:
+def unpermute(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, alignment: int = 1, platform: str | None = None) -> jax.Array:
     """combine on one device: the weighted sum of each token's slots, [T, H] float32."""
-    return combine(y, ids, weights, E=E, alignment=alignment)
+    return combine(y, ids, weights, E=E, alignment=alignment, platform=platform)

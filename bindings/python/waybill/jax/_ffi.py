@@ -19,10 +19,10 @@ from .._library import has_cuda, library
 from . import _mesh
 
 TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "dispatch", "combine", "combine_backward",
-           "dispatch_start", "dispatch_done", "combine_start", "combine_done", "ticket", "moe_forward", "moe_backward", "device_moe_forward",
-           "device_moe_backward")  # fmt: skip
+           "dispatch_start", "dispatch_done", "combine_start", "combine_done", "ticket", "moe_forward", "moe_backward", *(ON_DEVICES := (
+               "device_moe_forward", "device_moe_backward", "device_dispatch", "device_combine", "device_combine_backward")))  # fmt: skip
 # Those with a CUDA form; the others refuse arrays on a GPU.
-CUDA_TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "device_moe_forward", "device_moe_backward")
+CUDA_TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", *ON_DEVICES)
 
 
 @functools.cache
@@ -44,11 +44,11 @@ def load() -> ctypes.CDLL:
     lib.wbx_pending_counts.restype, lib.wbx_pending_counts.argtypes = None, [c.POINTER(c.c_int64)] * 3
     lib.wbx_mesh_listen.restype, lib.wbx_mesh_listen.argtypes = c.c_int, [c.c_char_p, c.c_char_p, c.POINTER(c.c_int), c.c_char_p, c.c_int]
     lib.wbx_mesh_set_peer.restype, lib.wbx_mesh_set_peer.argtypes = None, [c.c_uint32, c.c_char_p, c.c_int]
-    lib.wbx_make_device_layer.restype, lib.wbx_make_device_layer.argtypes = c.c_int, [c.POINTER(_abi.MoeConfig), c.c_int32, c.c_int32,
-                                                                                       c.POINTER(_abi.ProcessGroup)]  # fmt: skip
+    for make, config in ((lib.wbx_make_device_layer, _abi.MoeConfig), (lib.wbx_make_device_exchange, _abi.ExchangeConfig)):
+        make.restype, make.argtypes = c.c_int, [c.POINTER(config), c.c_int32, c.c_int32, c.POINTER(_abi.ProcessGroup)]
     lib.wbx_mesh_start.restype, lib.wbx_mesh_start.argtypes = None, [c.c_uint32, c.c_int64]
     for target in TARGETS:
-        on_cpu = "wbx_refuse_cpu" if target.startswith("device_") else f"wbx_{target}"
+        on_cpu = "wbx_refuse_cpu" if target in ON_DEVICES else f"wbx_{target}"
         jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(getattr(lib, on_cpu)), platform="cpu")
         on_cuda = f"wbx_{target}_cuda" if target in CUDA_TARGETS and has_cuda() else "wbx_refuse_device"
         jax.ffi.register_ffi_target(f"waybill_{target}", jax.ffi.pycapsule(getattr(lib, on_cuda)), platform="CUDA")

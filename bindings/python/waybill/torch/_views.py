@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 
-from .. import _abi, _core
-from .._library import has_cuda
+from .. import _abi, _core, _library
 from .._tensor import View, check_shape, describe_shape, make
 
 DTYPES = {torch.float32: _abi.F32, torch.bfloat16: _abi.BF16, torch.float16: _abi.F16, torch.int16: _abi.I16, torch.int32: _abi.I32, torch.int64: _abi.I64,
           torch.uint8: _abi.U8, torch.bool: _abi.U8, torch.float8_e4m3fn: _abi.F8E4M3, torch.float8_e5m2: _abi.F8E5M2}  # fmt: skip
 
 FLOATS = (torch.float32, torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result
+def has_cuda() -> bool:
+    """Whether the library has CUDA kernels; a constant for torch.compile, which cannot trace how a library is found."""
+    return _library.has_cuda()
 
 
 def check(tensor: torch.Tensor, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str | None], *, like: torch.Tensor | None = None,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MoE layer on GPUs in a library without CUDA.
+// The MoE layer and the exchange on GPUs in a library without CUDA.
 #include "guard.h"
 
 using namespace waybill;
@@ -7,7 +7,7 @@ using namespace waybill::capi;
 
 namespace {
 wb_status refuse() noexcept {
-  return guarded([] { WB_FAIL(ErrorCode::kUnsupported, "this library computes on the CPU only; build it with nvcc for the MoE layer on GPUs"); });
+  return guarded([] { WB_FAIL(ErrorCode::kUnsupported, "this library computes on the CPU only; build it with nvcc for GPUs"); });
 }
 }  // namespace
 
@@ -23,3 +23,16 @@ wb_status wb_device_moe_backward(wb_device_moe*, const wb_moe_tensors*, const wb
   return refuse();
 }
 wb_status wb_device_moe_get_status(wb_device_moe*, wb_step_status*, const wb_stream*) noexcept { return refuse(); }
+
+wb_status wb_device_exchange_create(const wb_exchange_config*, int32_t, const wb_process_group*, wb_device_exchange**) noexcept { return refuse(); }
+void wb_device_exchange_destroy(wb_device_exchange*) noexcept {}
+wb_status wb_device_exchange_dispatch(wb_device_exchange*, const wb_route*, const wb_tensor*, const wb_tensor*, int32_t*, int32_t*, const wb_stream*) noexcept {
+  return refuse();
+}
+wb_status wb_device_exchange_combine(wb_device_exchange*, const wb_route*, const wb_tensor*, int32_t, const wb_tensor*, const wb_stream*) noexcept {
+  return refuse();
+}
+wb_status wb_device_exchange_combine_backward(wb_device_exchange*, const wb_route*, const wb_tensor*, const wb_tensor*, const wb_tensor*, float*,
+                                              const wb_stream*) noexcept {
+  return refuse();
+}

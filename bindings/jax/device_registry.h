@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Handles on GPUs by config, group size and device. They live as long as the process.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "ffi_support.h"
+
+namespace waybill::jax {
+
+template <class Config, class Handle, wb_status (*kCreate)(const Config*, std::int32_t, const wb_process_group*, Handle**)>
+class DeviceRegistry {
+ public:
+  static DeviceRegistry& instance() {
+    static DeviceRegistry* const registry = new DeviceRegistry;  // never destroyed: CUDA may be gone by then
+    return *registry;
+  }
+
+  // The handle; made where there is none and `may_create` says so, else null.
+  wb_status get(const Config& config, std::int32_t P, std::int32_t device, const wb_process_group* group, bool may_create, Handle** handle) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(&config);
+    const std::tuple key(std::vector<std::uint8_t>(bytes, bytes + sizeof(config)), P, device);
+    const std::lock_guard lock(mutex_);
+    if (const auto found = handles_.find(key); found != handles_.end()) {
+      *handle = found->second;
+      return WB_OK;
+    }
+    *handle = nullptr;
+    if (!may_create) return WB_OK;
+    const wb_status status = kCreate(&config, device, group, handle);
+    if (status == WB_OK) handles_.emplace(key, *handle);
+    return status;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::tuple<std::vector<std::uint8_t>, std::int32_t, std::int32_t>, Handle*> handles_;
+};
+
+using DeviceLayers = DeviceRegistry<wb_moe_config, wb_device_moe, wb_device_moe_create>;
+using DeviceExchanges = DeviceRegistry<wb_exchange_config, wb_device_exchange, wb_device_exchange_create>;
+
+}  // namespace waybill::jax

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dispatch and combine on GPUs: one rank of one process; every call plans its batch again.
+#include "capi/cuda/process_memory.h"
+#include "capi/handles.h"
+#include "core/cuda/cuda_error.h"
+#include "exchange/cuda/device_exchange.h"
+#include "moe/cuda/slot_sizes.h"
+#include "waybill/group_rows.h"
+
+using namespace waybill;
+using namespace waybill::capi;
+
+namespace {
+
+constexpr std::size_t kArenaControl = 128 * 1024;  // what a group keeps at the start of its arenas
+
+std::size_t arena_bytes(const ExchangeConfig& config, int P) {
+  const std::size_t rows = cuda::row_window_bytes(config, P, static_cast<std::size_t>(config.H) * 4);
+  return cuda::exchange_window_bytes(config, P) + 2 * (rows + 256) + kArenaControl;
+}
+
+}  // namespace
+
+struct wb_device_exchange {
+  wb_device_exchange(const ExchangeConfig& given, int device, const wb_process_group* group)
+      : config(given),
+        where{DeviceType::kCuda, device},
+        memory(make_process_memory(device, group, arena_bytes(given, group == nullptr ? 1 : group->size))),
+        exchange(given, block_placement(given.E, memory->size()), memory->ranks(), device, cuda::book_exchange_windows(given, memory->size(), book())),
+        rows_window(memory->window("rows", row_bytes())),
+        partials_window(memory->window("partials", row_bytes())),
+        handle(exchange.make_handle()),
+        d_slots(static_cast<std::size_t>(exchange.budget().padded_slots) * 4, device) {
+    memory->everybody_is_ready();
+  }
+  cuda::BookWindow book() {
+    return [this](const std::string& name, std::size_t bytes) { return memory->window(name, bytes); };
+  }
+  std::size_t row_bytes() const { return cuda::row_window_bytes(config, memory->size(), static_cast<std::size_t>(config.H) * 4); }
+  std::int64_t L() const { return config.E / memory->size(); }
+  cuda::DeviceRows at(std::uint64_t window) const {
+    const cuda::LocalRanks ranks = memory->ranks();
+    return {ranks.table.base[ranks.rank[0]] + window, 0};
+  }
+  // Offsets of the experts' groups; the layout must have been queued.
+  TensorView offsets() const { return TensorView(const_cast<std::int32_t*>(exchange.expert_offsets(handle, 0)), DType::kI32, {L() + 1}, where); }
+
+  ExchangeConfig config;
+  Device where;
+  std::unique_ptr<ProcessMemory> memory;
+  cuda::DeviceExchange exchange;
+  std::uint64_t rows_window, partials_window;
+  cuda::DeviceHandle handle;
+  cuda::DeviceBuffer d_slots;  // f32 [S]
+};
+
+namespace {
+
+// A planned batch: what every call starts with.
+struct Batch {
+  wb_device_exchange& own;
+  cuda::DeviceRoute route[1];
+  cudaStream_t stream;
+  std::int64_t T;
+
+  Batch(wb_device_exchange* handle, const wb_route* given, const wb_stream* on) : own(required(handle, "exchange")), stream(nullptr), T(0) {
+    const RouteView view = to_route(given, "route", Memory::kAny);
+    WB_CHECK(
+        view.device == own.where && view.K == own.config.K && view.E == own.config.E && view.T <= own.config.T_max && view.id_dtype == route_id_dtype(view.E),
+        "route has T = {}, K = {}, E = {} on {}; the exchange takes T <= {}, K = {}, E = {} on {}, ids {}", view.T, view.K, view.E, to_string(view.device),
+        own.config.T_max, own.config.K, own.config.E, to_string(own.where), to_string(route_id_dtype(own.config.E)));
+    T = view.T;
+    route[0] = {view.ids, view.weights, view.T};
+    stream = static_cast<cudaStream_t>(stream_on(on, own.where, "the exchange").native);
+  }
+  // Checked before anything is queued: [rows, H] of f32 (or bf16, where that is allowed), on the exchange's device.
+  TensorView rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const {
+    const TensorView view = to_view(tensor, name, Memory::kAny);
+    WB_CHECK(view.rank == 2 && view.shape[0] == count && view.shape[1] == own.config.H && view.device == own.where && view.is_contiguous() &&
+                 (view.dtype == DType::kF32 || (or_bf16 && view.dtype == DType::kBF16)),
+             "{} must be contiguous f32{} [{}, {}] on {}, got {}", name, or_bf16 ? " or bf16" : "", count, own.config.H, to_string(own.where), view.describe());
+    return view;
+  }
+  std::int64_t slots() const { return own.exchange.budget().padded_slots; }
+  void plan() {
+    own.exchange.plan(own.handle, route, stream);
+    own.exchange.layout(own.handle, stream);
+  }
+  void clear_rest(const TensorView& slots) const { group_rows({{}, own.offsets(), slots, slots.shape[0]}, Stream{own.where, stream, nullptr}); }
+};
+
+}  // namespace
+
+wb_status wb_device_exchange_create(const wb_exchange_config* config, int32_t device, const wb_process_group* group, wb_device_exchange** exchange) noexcept {
+  return guarded([&] {
+    wb_device_exchange*& target = required(exchange, "exchange");
+    const wb_process_group ranks = checked_group(group, device);
+    const cuda::DeviceGuard guard(device);
+    target = new wb_device_exchange(to_exchange_config(config), device, ranks.size > 1 ? &ranks : nullptr);
+  });
+}
+
+void wb_device_exchange_destroy(wb_device_exchange* exchange) noexcept { delete exchange; }
+
+wb_status wb_device_exchange_dispatch(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* x, const wb_tensor* slots, int32_t* sizes,
+                                      int32_t* valid, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    Batch batch(exchange, route, stream);
+    wb_device_exchange& own = batch.own;
+    const TensorView from = batch.rows(x, batch.T, true, "x"), to = batch.rows(slots, batch.slots(), true, "slots");
+    WB_CHECK(from.dtype == to.dtype, "x is {}, slots {}", to_string(from.dtype), to_string(to.dtype));
+    (void)required(sizes, "sizes"), (void)required(valid, "valid");
+    const cuda::DeviceGuard guard(own.where.index);
+    const cuda::DeviceRows sent[] = {{from.data, 0}}, received[] = {own.at(own.rows_window)}, sorted[] = {{to.data, 0}};
+    batch.plan();
+    own.exchange.dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, batch.stream);
+    own.exchange.permute(own.handle, from.dtype, received, sorted, batch.stream);
+    batch.clear_rest(to);
+    cuda::launch_slot_sizes(own.exchange.header(own.handle, 0), own.exchange.expert_offsets(own.handle, 0), static_cast<std::int32_t>(own.L()), sizes, valid,
+                            batch.stream);
+    cuda::check_launch("exchange_slot_sizes");
+  });
+}
+
+wb_status wb_device_exchange_combine(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* y, int32_t weighted, const wb_tensor* out,
+                                     const wb_stream* stream) noexcept {
+  return guarded([&] {
+    Batch batch(exchange, route, stream);
+    wb_device_exchange& own = batch.own;
+    const TensorView from = batch.rows(y, batch.slots(), true, "y"), to = batch.rows(out, batch.T, false, "out");
+    const cuda::DeviceGuard guard(own.where.index);
+    const cuda::DeviceRows sorted[] = {{from.data, 0}}, partials[] = {own.at(own.partials_window)}, sums[] = {{to.data, 0}};
+    batch.plan();
+    own.exchange.unpermute_reduce(own.handle, from.dtype, sorted, weighted != 0, own.exchange.wire(), partials, /*z_in_window=*/true, batch.stream);
+    own.exchange.combine(own.handle, own.partials_window, DType::kF32, sums, batch.stream);
+  });
+}
+
+wb_status wb_device_exchange_combine_backward(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* d_out, const wb_tensor* y,
+                                              const wb_tensor* dy, float* d_weights, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    Batch batch(exchange, route, stream);
+    wb_device_exchange& own = batch.own;
+    const TensorView from = batch.rows(d_out, batch.T, false, "d_out"), of = batch.rows(y, batch.slots(), true, "y"),
+                     to = batch.rows(dy, batch.slots(), true, "dy");
+    WB_CHECK(of.dtype == to.dtype, "y is {}, dy {}", to_string(of.dtype), to_string(to.dtype));
+    WB_CHECK(batch.T == 0 || d_weights != nullptr, "d_weights is null");
+    const cuda::DeviceGuard guard(own.where.index);
+    const cuda::DeviceRows sent[] = {{from.data, 0}}, received[] = {own.at(own.rows_window)}, sorted[] = {{of.data, 0}}, gradient[] = {{to.data, 0}};
+    auto* const values = own.d_slots.as<float>();
+    float* const slot_values[] = {values};
+    const float* const returned[] = {values};
+    float* const weights[] = {d_weights};
+    batch.plan();
+    own.exchange.dispatch(own.handle, DType::kF32, sent, own.rows_window, /*after_plan=*/true, batch.stream);
+    own.exchange.unpermute_backward(own.handle, of.dtype, sorted, /*weighted=*/true, DType::kF32, received, gradient, slot_values, batch.stream);
+    batch.clear_rest(to);
+    own.exchange.return_slot_values(own.handle, batch.route, returned, weights, batch.stream);
+  });
+}
