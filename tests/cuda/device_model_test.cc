@@ -17,7 +17,8 @@ constexpr std::uint64_t kSeed = 11;
 constexpr std::int64_t kVocab = 64, kSeqLen = 32;
 
 // All mechanisms but auxiliary losses, whose value depends on the split over ranks. K = E leaves no choice of experts that rounding could change.
-ModelConfig small_model(int P, std::int64_t K = 2) {
+// `options`: expert biases, and in the last layer the dense-map path.
+ModelConfig small_model(int P, std::int64_t K = 2, bool options = false) {
   ModelConfig c;
   c.vocab = kVocab, c.H = 64, c.num_heads = 4, c.num_kv_heads = 2, c.head_dim = 16, c.seq_len = kSeqLen, c.qk_norm = true, c.init_std = 0.08f;
   for (int i = 0; i < 3; ++i) {
@@ -25,6 +26,7 @@ ModelConfig small_model(int P, std::int64_t K = 2) {
     layer.is_moe = i > 0, layer.dense_F = 96, layer.P = P;
     layer.moe.E = 8, layer.moe.K = K, layer.moe.F = 48, layer.moe.H = c.H, layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
     layer.moe.router.E = 8, layer.moe.router.K = K, layer.moe.router.score = ScoreFunction::kSigmoid, layer.moe.router.renormalise = true;
+    layer.moe.expert_bias = options, layer.moe.force_dense_map = options && i == 2;
     if (!layer.is_moe) layer.moe = MoeConfig{};
   }
   return c;
@@ -48,17 +50,17 @@ class BothSides {
  public:
   static constexpr std::int64_t kSequences = 8, kMicroBatches = 2;
 
-  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2)
+  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false)
       : W_(W),
         fabric_(make_single_fabric()),
-        cpu(small_model(1, K), *fabric_, kSeed),
+        cpu(small_model(1, K, more), *fabric_, kSeed),
         states(make_optimizer_states(cpu.parameters())),
-        list(model::make_parameters(small_model(1, K), 0, kSeed, nullptr)),
+        list(model::make_parameters(small_model(1, K, more), 0, kSeed, nullptr)),
         gpu_states(make_optimizer_states(list.parameters)) {
     register_router(), register_gemm(), register_activation();
     DeviceModelOptions options;
     options.B = kSequences / W, options.micro_batches = kMicroBatches, options.receive_factor = receive_factor, options.steps_in_flight = 4;
-    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K), W, list, options);
+    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more), W, list, options);
     gpu->upload(gpu_states, 0);
   }
 
@@ -126,8 +128,9 @@ double relative_l2(const Tensor& a, const Tensor& b) {
 // A gradient passes about ten roundings of 2^-9 (relative, independent) and sums that cancel: 3%.
 TEST(DeviceModel, LossAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
   WB_NEEDS_GPU();
-  for (const int W : {1, 2, 4}) {
-    BothSides both(W, 0, /*K=*/8);
+  for (const int run : {1, 2, 4, 8, 16}) {
+    const int W = run < 8 ? run : run / 4;  // the last two with expert biases and a layer on the dense-map path
+    BothSides both(W, 0, /*K=*/8, run >= 8);
     double norm = 0;
     const DeviceStepResult gpu = both.gpu_step(0);
     const StepStats cpu = both.cpu_step(0, &norm);
@@ -231,14 +234,14 @@ TEST(DeviceModel, EvaluationIsTheForwardLossAndChangesNothing) {
 
 TEST(DeviceModel, WhatIsNotThereIsRefusedByName) {
   ModelConfig config = small_model(2);
-  config.layers[1].moe.expert_bias = true;
+  config.layers[1].P = 1;
   DeviceModelOptions options;
   try {
     DeviceLanguageModel::check(config, 2, options);
     FAIL() << "accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-    EXPECT_NE(std::string(error.what()).find("biases of experts"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("replicas of experts"), std::string::npos) << error.what();
   }
 }
 

@@ -38,7 +38,7 @@ inline mt::Weights<float> bf16_weights(const MoeConfig& c, std::uint64_t seed, b
     for (float& x : v) x *= 3.0f / std::sqrt(static_cast<float>(width));
     round_to_bf16(v);
   };
-  scale(w.gate, c.H), scale(w.w1, c.row_width()), scale(w.w2, c.F);
+  scale(w.gate, c.H), scale(w.w1, c.row_width()), scale(w.w2, c.F);  // biases are f32 on the GPU
   scale(w.shared_w1, c.H), scale(w.shared_w2, std::max<std::int64_t>(c.shared_F, 1)), scale(w.latent_down, c.H),
       scale(w.latent_up, std::max<std::int64_t>(c.latent, 1));
   return w;
@@ -117,6 +117,19 @@ class GpuMoe {
       for (std::size_t i = 0; i < part->ranks.size(); ++i) upload(*part, i);
     }
   }
+  // The caller's own routing [T, E] instead of the router's, from the next upload on; empty: none.
+  void set_map(const std::vector<float>& map) { map_ = map; }
+  std::vector<float> d_map() {
+    std::vector<float> all(map_.size());
+    for (auto& part : parts_) {
+      for (std::size_t i = 0; i < part->ranks.size(); ++i) {
+        const int rank = part->rank_of(i);
+        const std::vector<float> own = part->ranks[i].d_map.get(batch_.tokens[static_cast<std::size_t>(rank)]);
+        std::copy(own.begin(), own.end(), all.begin() + first_of(rank) * c_.E);
+      }
+    }
+    return all;
+  }
   void zero_gradients() {
     for (auto& part : parts_) {
       for (Rank& m : part->ranks) {
@@ -129,7 +142,7 @@ class GpuMoe {
     Part& p = *parts_[index];
     DeviceMoeForward options;
     options.training = training;
-    options.padding_masks = p.masks, options.replay_ids = p.replays;
+    options.padding_masks = p.masks, options.replay_ids = p.replays, options.dense_maps = p.maps;
     options.token_offset = p.first;
     const auto masked = std::accumulate(batch_.mask.begin(), batch_.mask.end(), std::int64_t{0});
     options.valid_tokens = static_cast<double>(batch_.T() - masked), options.loss_sequences = num_sequences();
@@ -137,7 +150,8 @@ class GpuMoe {
   }
   void backward(std::size_t index, cudaStream_t stream) {
     Part& p = *parts_[index];
-    p.layer.backward(p.parameters, p.gradients, p.x, p.d_out, p.dx, p.step, DeviceMoeBackward{options_.accumulate, batch_.loss_scale}, stream);
+    p.layer.backward(p.parameters, p.gradients, p.x, p.d_out, p.dx, p.step,
+                     DeviceMoeBackward{.accumulate = options_.accumulate, .loss_scale = batch_.loss_scale, .d_dense_maps = p.d_maps}, stream);
   }
   void step() {
     on_every_device([&](std::size_t d, cudaStream_t stream) { forward(d, stream), backward(d, stream); });
@@ -216,13 +230,13 @@ class GpuMoe {
   }
 
   struct Rank {
-    DeviceTensor gate, bias, w1, w2, shared_w1, shared_w2, latent_down, latent_up;
-    DeviceTensor g_gate, g_w1, g_w2, g_shared_w1, g_shared_w2, g_latent_down, g_latent_up;
-    DeviceTensor x, d_out, out, dx;
+    DeviceTensor gate, bias, w1, w2, b1, b2, shared_w1, shared_w2, latent_down, latent_up;
+    DeviceTensor g_gate, g_w1, g_w2, g_b1, g_b2, g_shared_w1, g_shared_w2, g_latent_down, g_latent_up;
+    DeviceTensor x, d_out, out, dx, map, d_map;
     DeviceBuffer mask, replay;
     std::vector<DeviceTensor*> gradient_tensors() {
       std::vector<DeviceTensor*> all;
-      for (DeviceTensor* g : {&g_gate, &g_w1, &g_w2, &g_shared_w1, &g_shared_w2, &g_latent_down, &g_latent_up}) {
+      for (DeviceTensor* g : {&g_gate, &g_w1, &g_w2, &g_b1, &g_b2, &g_shared_w1, &g_shared_w2, &g_latent_down, &g_latent_up}) {
         if (g->view) all.push_back(g);
       }
       return all;
@@ -238,7 +252,7 @@ class GpuMoe {
     DeviceMoeStep step;
     std::vector<Rank> ranks;
     std::vector<MoeTensors> parameters, gradients;
-    std::vector<TensorView> x, out, d_out, dx, masks, replays;
+    std::vector<TensorView> x, out, d_out, dx, masks, replays, maps, d_maps;
     std::int64_t first = 0;
   };
 
@@ -275,7 +289,12 @@ class GpuMoe {
       };
       both(m.gate, m.g_gate, DType::kF32, {c_.E, c_.H}, local.w.gate);
       both(m.w1, m.g_w1, options_.gradient_dtype, {L, c_.inner_width(), W}, local.w.w1);
-      both(m.w2, m.g_w2, options_.gradient_dtype, {L, W, c_.F}, local.w.w2);
+      both(m.w2, m.g_w2, options_.gradient_dtype, {L, W, c_.local_F()}, local.w.w2);
+      const auto single = [&](DeviceTensor& b, DeviceTensor& g, std::int64_t width, const std::vector<float>& values) {
+        make(b, DType::kF32, {L, width}), make(g, DType::kF32, {L, width});
+        b.set(values);
+      };
+      if (c_.expert_bias) single(m.b1, m.g_b1, c_.inner_width(), local.w.b1), single(m.b2, m.g_b2, W, local.w.b2);
       if (!local.w.bias.empty()) make(m.bias, DType::kF32, {c_.E}), m.bias.set(local.w.bias);
       if (c_.shared_F > 0) both(m.shared_w1, m.g_shared_w1, options_.gradient_dtype, {c_.shared_inner_width(), c_.H}, local.w.shared_w1);
       if (c_.shared_F > 0) both(m.shared_w2, m.g_shared_w2, options_.gradient_dtype, {c_.H, c_.shared_F}, local.w.shared_w2);
@@ -286,9 +305,11 @@ class GpuMoe {
       m.mask = DeviceBuffer(static_cast<std::size_t>(c_.T_max) + 16, p.device);
       m.replay = DeviceBuffer(static_cast<std::size_t>(c_.T_max * c_.K) * 4 + 16, p.device);
       MoeTensors w, g;
-      w.gate = m.gate.view, w.router_bias = m.bias.view, w.w1 = m.w1.view, w.w2 = m.w2.view, w.shared_w1 = m.shared_w1.view, w.shared_w2 = m.shared_w2.view;
+      w.gate = m.gate.view, w.router_bias = m.bias.view, w.w1 = m.w1.view, w.w2 = m.w2.view, w.b1 = m.b1.view, w.b2 = m.b2.view, w.shared_w1 = m.shared_w1.view,
+      w.shared_w2 = m.shared_w2.view;
       w.latent_down = m.latent_down.view, w.latent_up = m.latent_up.view;
-      g.gate = m.g_gate.view, g.w1 = m.g_w1.view, g.w2 = m.g_w2.view, g.shared_w1 = m.g_shared_w1.view, g.shared_w2 = m.g_shared_w2.view;
+      g.gate = m.g_gate.view, g.w1 = m.g_w1.view, g.w2 = m.g_w2.view, g.b1 = m.g_b1.view, g.b2 = m.g_b2.view, g.shared_w1 = m.g_shared_w1.view,
+      g.shared_w2 = m.g_shared_w2.view;
       g.latent_down = m.g_latent_down.view, g.latent_up = m.g_latent_up.view;
       p.parameters.push_back(w), p.gradients.push_back(g);
     }
@@ -316,7 +337,7 @@ class GpuMoe {
     const std::int64_t T = batch_.tokens[static_cast<std::size_t>(rank)];
     upload_rows(p, i);
     p.x[i] = m.x.rows(T), p.d_out[i] = m.d_out.rows(T), p.out[i] = m.out.rows(T), p.dx[i] = m.dx.rows(T);
-    if (i == 0) p.first = first_of(rank), p.masks.clear(), p.replays.clear();
+    if (i == 0) p.first = first_of(rank), p.masks.clear(), p.replays.clear(), p.maps.clear(), p.d_maps.clear();
     const Device device = m.mask.device();
     if (!batch_.mask.empty()) {
       const std::vector<std::uint8_t> mask = cut(batch_.mask, rank, 1);
@@ -327,6 +348,11 @@ class GpuMoe {
       const std::vector<std::int32_t> ids = cut(batch_.replay, rank, c_.K);
       m.replay.upload(ids.data(), ids.size() * 4);
       p.replays.push_back(TensorView(m.replay.data(), DType::kI32, {T, c_.K}, device));
+    }
+    if (!map_.empty()) {
+      if (!m.map.view) m.map = DeviceTensor(DType::kF32, {c_.T_max, c_.E}, p.device), m.d_map = DeviceTensor(DType::kF32, {c_.T_max, c_.E}, p.device);
+      m.map.set(cut(map_, rank, c_.E));
+      p.maps.push_back(m.map.rows(T)), p.d_maps.push_back(m.d_map.rows(T));
     }
     WB_TRY_CUDA(cudaDeviceSynchronize());
   }
@@ -347,14 +373,16 @@ class GpuMoe {
     const auto get = [](const DeviceTensor& t, std::vector<float>& to) {
       if (t.view) to = t.get();
     };
-    get(m.g_gate, local.w.gate), get(m.g_w1, local.w.w1), get(m.g_w2, local.w.w2), get(m.g_shared_w1, local.w.shared_w1), get(m.g_shared_w2, local.w.shared_w2),
-        get(m.g_latent_down, local.w.latent_down), get(m.g_latent_up, local.w.latent_up);
+    get(m.g_gate, local.w.gate), get(m.g_w1, local.w.w1), get(m.g_w2, local.w.w2), get(m.g_b1, local.w.b1), get(m.g_b2, local.w.b2),
+        get(m.g_shared_w1, local.w.shared_w1), get(m.g_shared_w2, local.w.shared_w2), get(m.g_latent_down, local.w.latent_down),
+        get(m.g_latent_up, local.w.latent_up);
     mt::exchange_slice(c_, P_, rank, r.gradients, local.w, /*add=*/true);
     mt::detail::add_to(r.gradients.gate, local.w.gate);
     mt::detail::add_to(r.gradients.shared_w1, local.w.shared_w1), mt::detail::add_to(r.gradients.shared_w2, local.w.shared_w2);
     mt::detail::add_to(r.gradients.latent_down, local.w.latent_down), mt::detail::add_to(r.gradients.latent_up, local.w.latent_up);
     const DeviceMoeReport report = p.step.report(static_cast<int>(i));
     r.slots[me] = report.slots, r.rows[me] = report.rows, r.valid[me] = report.valid != 0;
+    r.dropped += report.dropped_routes, r.dense_forwards += report.dense_map_forwards;
     r.losses.aux += report.aux_loss, r.losses.sequence += report.sequence_loss, r.losses.z += report.z_loss, r.global_loss += report.global_loss;
     r.status[me] = p.layer.status(static_cast<int>(i), p.stream);
   }
@@ -364,6 +392,7 @@ class GpuMoe {
   MoeGpuOptions options_;
   mt::Weights<float> whole_;
   mt::Batch batch_;
+  std::vector<float> map_;
   std::unique_ptr<CudaLocalGroup> group_;
   std::vector<std::unique_ptr<Part>> parts_;
   std::vector<GraphExec> graphs_;

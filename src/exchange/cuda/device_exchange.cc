@@ -29,20 +29,21 @@ DeviceBuffer upload_table(const std::int32_t* table, std::int64_t E, int device)
 }  // namespace
 
 DeviceExchange::DeviceExchange(const ExchangeConfig& config, const ExpertPlacement& placement, const LocalRanks& ranks, int device,
-                               const ExchangeWindows& windows, const ExchangeTuning& tuning)
-    : config_(config), device_(device), tuning_(tuning) {
+                               const ExchangeWindows& windows, const ExchangeTuning& tuning, const MapRoom& map)
+    : config_(config), map_(map), map_windows_(windows.map), device_(device), tuning_(tuning) {
   const int P = ranks.table.size;
-  check_device_config(config, P);
+  check_device_config(config, P, map);
   validate(placement);
   WB_CHECK(placement.E == config.E && placement.P == P, "exchange: the placement is for E = {}, P = {}, the exchange has E = {}, P = {}", placement.E,
            placement.P, config.E, P);
   WB_CHECK(ranks.count >= 1, "exchange: a launch stands for at least one rank, got {}", ranks.count);
   budget_ = receive_budget(config, P);
+  budget_.padded_slots = std::max(budget_.padded_slots, map.padded_slots);
   num_sms_ = attribute(cudaDevAttrMultiProcessorCount, device), max_smem_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   compute_major_ = attribute(cudaDevAttrComputeCapabilityMajor, device);
   params_.ranks = ranks;
   ExchangeShape& s = params_.shape;
-  s = make_shape(config, P);
+  s = make_shape(config, P, map);
   handle_bytes_ = lay_out_handle(s);
   s.control = windows.control, s.counts = windows.counts, s.row_meta = windows.row_meta, s.slot_ids = windows.slot_ids;
   s.slot_weights = windows.slot_weights, s.slot_values = windows.slot_values, s.tile_counts = windows.tile_counts, s.expert_tiles = windows.expert_tiles;
@@ -50,7 +51,7 @@ DeviceExchange::DeviceExchange(const ExchangeConfig& config, const ExpertPlaceme
   s.rank_table = rank_table_.as<std::int32_t>(), s.local_table = local_table_.as<std::int32_t>();
   {
     const DeviceGuard guard(device);
-    plan_fused_ctas_ = plan_fused_ctas(s, num_sms_);
+    plan_fused_ctas_ = s.K <= kMaxPlanK ? plan_fused_ctas(s, num_sms_) : 0;
   }
   for (int i = 0; i < ranks.count; ++i) {
     status_.emplace_back(device);
@@ -124,6 +125,7 @@ RowType DeviceExchange::row_type(const char* what, DType dtype) const {
 }
 
 void DeviceExchange::plan(DeviceHandle& handle, std::span<const DeviceRoute> routes, cudaStream_t stream) const {
+  WB_CHECK(config_.K <= kMaxPlanK, "plan: compact plans take up to {} experts a token, got K = {}: use plan_map()", kMaxPlanK, config_.K);
   WB_CHECK(routes.size() == static_cast<std::size_t>(num_ranks()), "plan: {} ranks of this launch, got {} routes", num_ranks(), routes.size());
   std::int64_t most = 0;
   for (std::size_t i = 0; i < routes.size(); ++i) {
@@ -263,8 +265,10 @@ void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, D
   check_launch("exchange_combine_pull");
 }
 
-// A row has at most min(K, L) slots.
-bool DeviceExchange::ring_holds_slots() const { return compute_major_ >= 9 && std::min(params_.shape.K, params_.shape.L) <= kMaxRingSlots; }
+// A row has at most min(K, L) slots, of a map L.
+bool DeviceExchange::ring_holds_slots() const {
+  return compute_major_ >= 9 && (map_.enabled ? params_.shape.L : std::min(params_.shape.K, params_.shape.L)) <= kMaxRingSlots;
+}
 
 void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
                                         std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base) const {

@@ -32,6 +32,7 @@
 #include "core/cuda/device_buffer.h"
 #include "core/cuda/status_device.h"
 #include "exchange/cuda/exchange_kernels.h"
+#include "exchange/cuda/map_windows.h"
 #include "exchange/cuda/tuning.h"
 #include "exchange/tuning_table.h"
 #include "waybill/exchange.h"
@@ -41,22 +42,37 @@ namespace waybill::cuda {
 // Books `bytes` at one offset of every arena of the group.
 using BookWindow = std::function<std::uint64_t(const std::string& name, std::size_t bytes)>;
 
+// Room for plans from dense maps, plan_map(): 5 E bytes a token of the group.
+struct MapRoom {
+  bool enabled = false;
+  std::int64_t padded_slots = 0;  // experts are padded to up to so many slots in all (pad to capacity)
+};
+
 // Offsets that the ranks of a group share; booked once for any number of DeviceExchange objects with the same config.
 struct ExchangeWindows {
   std::uint64_t control = 0, counts = 0, row_meta = 0, slot_ids = 0, slot_weights = 0, slot_values = 0, tile_counts = 0, expert_tiles = 0;
+  MapWindows map;
 };
 
 // Bytes of all of them, for sizing an arena (without row windows), and of a row window.
-std::size_t exchange_window_bytes(const ExchangeConfig& config, int P);
+std::size_t exchange_window_bytes(const ExchangeConfig& config, int P, const MapRoom& map = {});
 std::size_t row_window_bytes(const ExchangeConfig& config, int P, std::size_t row_bytes);   // row_budget rows
 std::size_t slot_window_bytes(const ExchangeConfig& config, int P, std::size_t row_bytes);  // push combine: T_max * min(P, K) rows
-ExchangeWindows book_exchange_windows(const ExchangeConfig& config, int P, const BookWindow& book);
+ExchangeWindows book_exchange_windows(const ExchangeConfig& config, int P, const BookWindow& book, const MapRoom& map = {});
 
 // A rank's route in device memory. ids [T, K] int16 (int32 where route_id_dtype(E) says so), weights [T, K] f32.
 struct DeviceRoute {
   const void* ids = nullptr;
   const float* weights = nullptr;
   std::int64_t T = 0;
+};
+
+// A rank's tokens for plan_map(): a route, whose rows may name an expert twice (the weights are summed) and have more than 128 columns, or a map.
+struct DeviceMap {
+  DeviceRoute route;             // or null ids
+  const float* cells = nullptr;  // [T, E] f32, 0 = not routed
+  std::int64_t T = 0;
+  const std::int32_t* capacity = nullptr;  // [1] slots that this rank pads each expert to; null: none (on all ranks or on none)
 };
 
 // Rows in device memory: [rows, columns] with 16-byte aligned rows and contiguous columns.
@@ -89,7 +105,7 @@ class DeviceExchange {
   // config.T_max must be given; H a multiple of 8. ranks: those of this launch, all on `device`. Refuses with the values: what
   // validate(config) refuses, K > 128, budgets past 2^31 - 1, hierarchy two_level (flat only), a launch that the GPU cannot hold.
   DeviceExchange(const ExchangeConfig& config, const ExpertPlacement& placement, const LocalRanks& ranks, int device, const ExchangeWindows& windows,
-                 const ExchangeTuning& tuning = {});
+                 const ExchangeTuning& tuning = {}, const MapRoom& map = {});
 
   const ExchangeConfig& config() const { return config_; }
   ReceiveBudget budget() const { return budget_; }
@@ -102,6 +118,18 @@ class DeviceExchange {
   // Spans hold one element a rank of the launch.
   void plan(DeviceHandle& handle, std::span<const DeviceRoute> routes, cudaStream_t stream) const;
   void layout(const DeviceHandle& handle, cudaStream_t stream) const;
+
+  // The same plan the older way (MapRoom): every rank sends its [T, E] map and weights to every rank, and each builds its plan from all of them. A row's
+  // slots are then in expert order, not in the order of k. Calls behind it are the same, but for return_map_values(): d_map [T, E] f32, 0 where nothing
+  // was routed; where routes were given, return_map_routes() takes [T, K] out of it.
+  void plan_map(DeviceHandle& handle, std::span<const DeviceMap> maps, cudaStream_t stream) const;
+  // Own cells [T, E] bytes of the last plan_map() of rank `index`; what they hold goes to that plan's return_map_values().
+  const std::uint8_t* map_cells(int index) const;
+  void return_map_values(const DeviceHandle& handle, std::span<const std::uint8_t* const> cells, std::span<const float* const> values,
+                         std::span<float* const> d_map, cudaStream_t stream) const;
+  void return_map_routes(std::span<const DeviceRoute> routes, std::span<const float* const> d_map, std::span<float* const> d_weights,
+                         cudaStream_t stream) const;
+  bool plans_maps() const { return map_.enabled; }
 
   // Rows [T, H] of `dtype` (f32, bf16, or one byte an element: f8) to row window `window`. scales: f8 only, [T, scale_bytes] raw bytes to
   // `scale_window`. after_plan: this is the first dispatch of a plan made since every rank used the window last (no handshake is needed then).
@@ -191,6 +219,8 @@ class DeviceExchange {
   DispatchArgs dispatch_args(DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales) const;
 
   ExchangeConfig config_;
+  MapRoom map_;
+  MapWindows map_windows_;
   ReceiveBudget budget_;
   int device_;
   int num_sms_ = 0, max_smem_ = 0, compute_major_ = 0, plan_fused_ctas_ = 0;

@@ -8,10 +8,10 @@
 namespace waybill::cuda {
 
 // Throws for what the GPU exchange cannot do; see DeviceExchange.
-void check_device_config(const ExchangeConfig& config, int P);
+void check_device_config(const ExchangeConfig& config, int P, const MapRoom& map = {});
 
 // Sizes; windows, handle parts and tables are not set.
-ExchangeShape make_shape(const ExchangeConfig& config, int P);
+ExchangeShape make_shape(const ExchangeConfig& config, int P, const MapRoom& map = {});
 
 struct WindowSize {
   const char* name;

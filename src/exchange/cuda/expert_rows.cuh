@@ -56,10 +56,10 @@ struct RowAhead {
 // visit(s) for every padding slot, by the warps of the grid.
 template <class Visit>
 __device__ __forceinline__ void for_padding(const ExchangeShape& shape, const RankCall& call, int num_warps, int warp, const Visit& visit) {
-  if (shape.alignment == 1) return;
+  const HandleHeader& header = *header_of(call);
+  if (header.S_padded == header.S) return;
   const int* counts = handle_part<int>(call, shape.h_expert_counts);
   const int* offsets = handle_part<int>(call, shape.h_expert_offsets);
-  if (header_of(call)->R == 0) return;
   for (int e = warp; e < shape.L; e += num_warps) {
     for (int s = offsets[e] + counts[e]; s < offsets[e + 1]; ++s) visit(s);
   }

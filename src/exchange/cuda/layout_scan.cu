@@ -2,7 +2,7 @@
 // Layout, second step: what lies before each (expert, tile), the experts' counts and, by the last CTA, their offsets.
 //
 // Grid (warps for L experts, ranks), 256 threads, a warp an expert. expert_tiles becomes its exclusive prefix along the tiles. Experts start
-// at multiples of the alignment.
+// at multiples of the alignment; or, where plan_map() pads to capacity, all have one number of slots.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/exchange_signal.cuh"
 #include "exchange/cuda/tile_scan.cuh"
@@ -28,10 +28,11 @@ __global__ void __launch_bounds__(kThreads) exchange_layout_scan(const __grid_co
   }
   if (!last_cta(q, rank, kTicketLayoutScan)) return;
   int* offsets = handle_part<int>(call, shape.h_expert_offsets);
+  const int fixed = header_of(call)->valid - 1;  // see plan_map()
   int carry = 0;
   for (int first = 0; first < L; first += kThreads) {
     const int e = first + static_cast<int>(threadIdx.x);
-    const int n = e < L ? (__ldcg(counts + e) + a - 1) / a * a : 0;
+    const int n = e < L ? (fixed > 0 ? fixed : (__ldcg(counts + e) + a - 1) / a * a) : 0;
     const int scan = warp_inclusive(n);
     if (lane == 31) warp_sums[warp] = scan;
     __syncthreads();

@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kLayoutThreads) exchange_layout_scatter(const 
   int* row_slot_offsets = handle_part<int>(call, shape.h_row_slot_offsets);
   if (blockIdx.x == 0 && threadIdx.x == 0) row_slot_offsets[header.R] = header.S;
   const int num_tiles = (header.R + shape.layout_rows - 1) / shape.layout_rows;
+  if (header.S_padded > header.S) write_padding(q, call, static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) >= num_tiles) return;
   const LayoutTile tile = load_tile(q, rank, header, starts);
   (void)mark_tile<kWords>(q, rank, tile, starts, bits);
@@ -52,7 +53,6 @@ __global__ void __launch_bounds__(kLayoutThreads) exchange_layout_scatter(const 
     handle_part<int>(call, shape.h_slot_row)[s] = tile.first + row;
     if (shape.send_weights != 0) handle_part<float>(call, shape.h_slot_weight)[s] = __ldcg(weights + j);
   }
-  if (shape.alignment > 1) write_padding(q, call, num_tiles);
 }
 
 }  // namespace

@@ -114,8 +114,10 @@ std::vector<MoeTensors> DevicePart::moe_values(std::size_t layer) const {
       const Parameter& p = list_.parameters[static_cast<std::size_t>(parameter)];
       TensorView v = p.value.view();
       if (p.is_expert) v = v.rows(0, p.num_experts / share_.W);
-      v.device = device, v.dtype = p.trainable ? DType::kBF16 : DType::kF32;
-      v.data = p.trainable ? static_cast<void*>(parameters_.copy(parameter) + (p.is_expert ? r * v.size() : 0)) : parameters_.value(parameter);
+      const bool is_single = !p.trainable || parameter == at.b1 || parameter == at.b2;  // biases are added in f32
+      const std::int64_t first = p.is_expert ? r * v.size() : 0;
+      v.device = device, v.dtype = is_single ? DType::kF32 : DType::kBF16;
+      v.data = is_single ? static_cast<void*>(parameters_.value(parameter) + first) : parameters_.copy(parameter) + first;
       return v;
     };
     MoeTensors& t = all[static_cast<std::size_t>(r)];

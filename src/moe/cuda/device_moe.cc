@@ -6,6 +6,7 @@
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
 #include "moe/cuda/device_moe_impl.h"
+#include "moe/etp.h"
 
 namespace waybill::cuda {
 
@@ -31,6 +32,8 @@ const std::int32_t* DeviceMoeStep::total_counts(int index) const {
   return saved_->has_totals ? saved_->at<std::int32_t>(static_cast<std::size_t>(index), saved_->layout.totals) : nullptr;
 }
 
+std::uint32_t DeviceMoeStep::dense_map_reasons() const { return saved_->reasons; }
+
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
     : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch), side(device) {
   check_device_moe(config, P, options);
@@ -38,10 +41,12 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   config.router.E = config.E, config.router.K = config.K;
   L = config.L(P);
   const ExchangeConfig exchange_config = device_exchange_config(config);
-  const ExchangeWindows exchange_windows = book_exchange_windows(exchange_config, P, book);
+  const MapRoom map_room = device_map_room(config, options);
+  const ExchangeWindows exchange_windows = book_exchange_windows(exchange_config, P, book, map_room);
   const auto W = static_cast<std::size_t>(config.row_width());
   windows.partials = windows.gradients = book("moe partials and gradients", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
   if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, P));
+  if (looks_for_duplicates(config, options)) windows.votes = book("moe votes", static_cast<std::size_t>(2 * P) * 4);
   for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(exchange_config, P, W * 2)));
   if (options.resend_rows) {
     step_windows.assign(static_cast<std::size_t>(options.num_steps), windows.partials);
@@ -49,12 +54,16 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
     shared_rows_window = step_windows[0];
     step_windows.assign(static_cast<std::size_t>(options.num_steps), shared_rows_window);
   }
-  exchange =
-      std::make_unique<DeviceExchange>(exchange_config, ExpertPlacement{config.E, P, nullptr, nullptr}, ranks, device, exchange_windows, options.exchange);
+  ExpertPlacement placement{exchange_config.E, P, nullptr, nullptr};
+  if (config.expert_tensor_parallel > 1) {
+    moe::make_etp_tables(config.E, P, config.expert_tensor_parallel, rank_table, local_table);
+    placement.rank_table = rank_table.data(), placement.local_table = local_table.data();
+  }
+  exchange = std::make_unique<DeviceExchange>(exchange_config, placement, ranks, device, exchange_windows, options.exchange, map_room);
   const DeviceGuard guard(device);  // events belong to the device that is current
   forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
   S = exchange->budget().padded_slots, R = exchange->budget().rows;
-  step_parts = step_layout(config, P, options.exact_sizes), scratch_parts = scratch_layout(config, P, options.exact_sizes);
+  step_parts = step_layout(config, P, options), scratch_parts = scratch_layout(config, P, options);
   for (int i = 0; i < ranks.count; ++i) scratch.emplace_back(scratch_parts.bytes, device), status.emplace_back(device);
   if (!options.exact_sizes) return;
   const SlotBytes most = bytes_of_slots(config, S);
@@ -80,6 +89,7 @@ ReceiveBudget DeviceMoeLayer::budget() const { return impl_->exchange->budget();
 DeviceExchange& DeviceMoeLayer::exchange() { return *impl_->exchange; }
 int DeviceMoeLayer::num_ranks() const { return impl_->ranks.count; }
 int DeviceMoeLayer::host_waits() const { return impl_->options.exact_sizes ? 1 : 0; }
+std::int64_t DeviceMoeLayer::num_dense_map_forwards() const { return impl_->dense_forwards; }
 
 DeviceMoeStep DeviceMoeLayer::make_step() {
   WB_CHECK(!impl_->step_windows.empty(), "make_step: all of the {} steps that the layer was made for are taken", impl_->options.num_steps);
@@ -92,7 +102,7 @@ DeviceMoeStep DeviceMoeLayer::make_step() {
   for (std::size_t i = 0; i < impl_->count(); ++i) saved.memory.emplace_back(impl_->step_parts.bytes, device);
   saved.rows_window = impl_->step_windows.back(), impl_->step_windows.pop_back();
   saved.reports = PinnedReports(impl_->ranks.count);
-  saved.routes.resize(impl_->count());
+  saved.routes.resize(impl_->count()), saved.sent.resize(impl_->count());
   if (impl_->options.exact_sizes) impl_->make_slot_memory(saved);
   saved.layout = impl_->step_parts, saved.layer = impl_.get(), saved.has_totals = num_totals(impl_->config) > 0;
   return step;
@@ -108,7 +118,7 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
   impl_->set_totals(f);
   saved.padding_masks.assign(options.padding_masks.begin(), options.padding_masks.end());
   for (std::size_t i = 0; i < impl_->count(); ++i) {
-    saved.routes[i] = DeviceRoute{saved.at<void>(i, saved.layout.ids), saved.at<float>(i, saved.layout.weights), x[i].shape[0]};
+    impl_->set_routes(saved, i, x[i].shape[0]);
   }
   impl_->forward(f);
 }

@@ -12,7 +12,10 @@
 // DeviceMoeOptions::exact_sizes.
 //
 // Types: x, d_out, parameters bf16; out, dx bf16 or f32; gradients of matmul weights bf16 (stored) or f32 (stored or accumulated), of the gate f32;
-// router_bias f32. Everything contiguous and aligned to 16 bytes, H, F and latent multiples of 8.
+// router_bias, b1, b2 and their gradients f32. Everything contiguous and aligned to 16 bytes; H, F / expert_tensor_parallel, latent, shared_F multiples
+// of 8.
+//
+// Where compact routes are not legal a forward takes the dense-map path (DenseMapReason), logs why once and counts it: see DeviceMoeOptions::dense_map.
 //
 // Faults: after an overflow on any rank the step is invalid on every rank: out and dx are 0, gradients keep their values where they are accumulated
 // and become 0 where they are stored; DeviceMoeReport says so, and the sticky status word holds demand and capacity. Timeouts: see DeviceExchange.
@@ -46,6 +49,11 @@ struct DeviceMoeOptions {
   bool exact_sizes = false;
   // Backward sends the rows of x again instead of keeping them: all steps and directions share one row window (else 1 + num_steps). The same bits.
   bool resend_rows = false;
+  // Room for the dense-map path: 5 E bytes a token of the group and E floats an own one. Layers whose config always takes that path have it anyway
+  // (force_dense_map, pad_to_capacity, K above 128, compact_fabric = false); with it a caller's map and, in eager mode, replayed routes that name an
+  // expert twice are taken. Without it a map is refused, and such routes set kStatusDuplicateId.
+  bool dense_map = false;
+  bool compact_fabric = true;  // false: the ranks' fabric carries no compact exchange
   // Called on the host before work of a phase is queued, and with kOther after the last: benchmarks record events there, profilers get ranges.
   std::function<void(Phase phase, cudaStream_t stream)> on_phase;
 };
@@ -61,6 +69,9 @@ struct DeviceMoeForward {
   // Global loss: counts of earlier micro-batches over all ranks, i32 [E] a rank of the launch, and the tokens they cover; or empty.
   std::span<const TensorView> accumulated_counts;
   double accumulated_tokens = 0;
+  // The caller's own routing, f32 [T, E] a rank, 0 = not routed, on all ranks or none; see MoeForwardOptions::dense_map. More than K experts a token count
+  // against the budget of slots as all else does.
+  std::span<const TensorView> dense_maps;
 };
 
 struct DeviceMoeBackward {
@@ -69,6 +80,7 @@ struct DeviceMoeBackward {
   // Device memory, [3] f32: factors of the gradients of the auxiliary (or global), the sequence and the z loss, read when the kernels run; loss_scale
   // must then be 1. Null: 1 each.
   const float* loss_weights = nullptr;
+  std::span<const TensorView> d_dense_maps = {};  // f32 [T, E] a rank, written; where the forward was given maps. d_gate gets nothing then
 };
 
 // Bytes of one rank.
@@ -97,6 +109,7 @@ class DeviceMoeStep {
   const std::int32_t* counts(int index) const;
   // [E] counts of all ranks, where losses or bias_update_rate need them; else null.
   const std::int32_t* total_counts(int index) const;
+  std::uint32_t dense_map_reasons() const;  // DenseMapReason bits; not none: the last forward took the dense-map path
 
  private:
   friend class DeviceMoeLayer;
@@ -121,6 +134,8 @@ class DeviceMoeLayer {
   DeviceExchange& exchange();
   int num_ranks() const;   // of the launch
   int host_waits() const;  // of a forward and backward pass: 1 with exact_sizes, else 0
+  // Training forwards that were queued on the dense-map path; DeviceMoeReport::dense_map_forwards counts replays too.
+  std::int64_t num_dense_map_forwards() const;
   // Device memory of rank `index` that has a row a slot, of the layer and of `step`.
   std::size_t slot_bytes(const DeviceMoeStep& step, int index) const;
 

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
+#include "moe/cuda/second_bias.h"
+#include "moe/cuda/sent_routes.h"
 #include "moe/cuda/step_rows.h"
+#include "ops/gemm/cuda/gemm_portable.h"
 #include "ops/router/cuda/gate_gemm.h"
 #include "waybill/gate.h"
 #include "waybill/grouped_gemm_activation.h"
@@ -81,7 +84,31 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
     act.activation = config.activation, act.h = act.dh = h(b.saved, i), act.weight = slot_weights(b.saved, i);
     act.d_weight = TensorView(scratch_at<float>(i, scratch_parts.d_slot_weight), DType::kF32, {slots(b.saved, i)}, where);
     grouped_gemm_activation_backward(act, on(b.stream));
+    if (config.expert_bias) bias_gradients(b, i);
   }
+}
+
+// db1 from dh; db2 and what the routing weights get from b2, which counts once: on slice 0.
+void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
+  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  const auto* begin = offsets(b.saved, i).as<std::int32_t>();
+  const auto* list = slot_rows(b.saved, i).as<std::int32_t>();
+  const MoeTensors& g = b.gradients[i];
+  launch_bias_grad(
+      {h(b.saved, i).data, true, begin, list, static_cast<int>(L), slots(b.saved, i), R, config.inner_width(), g.b1.as<float>(), b.options.accumulate},
+      b.stream);
+  check_launch("bias_grad");
+  if (!has_second_bias(i)) {
+    if (!b.options.accumulate) WB_TRY_CUDA(cudaMemsetAsync(g.b2.data, 0, static_cast<std::size_t>(g.b2.size()) * sizeof(float), b.stream));
+    return;
+  }
+  SecondBias args{};
+  args.dy = gathered ? rows(windows.gradients, i).data : y(b.saved, i).data, args.rows = gathered ? list : nullptr, args.list_rows = R;
+  args.offsets = begin, args.num_slots = slots(b.saved, i), args.weight = slot_weights(b.saved, i).as<float>(), args.L = L, args.W = config.row_width();
+  launch_second_bias_sums(args, g.b2.as<float>(), b.options.accumulate, b.stream);
+  check_launch("moe_second_bias_sums");
+  launch_second_bias_dots(args, b.parameters[i].b2.as<float>(), scratch_at<float>(i, scratch_parts.d_slot_weight), b.stream);
+  check_launch("moe_second_bias_dots");
 }
 
 // dW1, then the gradient of the rows in expert order.
@@ -109,30 +136,48 @@ void DeviceMoeLayer::Impl::first_matmul_gradients(const Backward& b) {
 // d_slot_weight -> d_weights -> d_logits.
 void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
   mark(Phase::kCombine, b.stream);
-  std::vector<const float*> values;
-  std::vector<float*> d_weights;
-  for (std::size_t i = 0; i < count(); ++i) {
-    values.push_back(scratch_at<float>(i, scratch_parts.d_slot_weight)), d_weights.push_back(scratch_at<float>(i, scratch_parts.d_weights));
-  }
-  exchange->return_slot_values(b.saved.handle, b.saved.routes, values, d_weights, b.stream);
+  return_weights(b);
+  if (takes_map(b.saved)) return;  // the router took no part
   mark(Phase::kRouter, b.stream);
   for (std::size_t i = 0; i < count(); ++i) {
     const std::int64_t T = b.saved.routes[i].T;
-    RouterInputs inputs = router_inputs(b.parameters[i], b.saved, i);
-    inputs.weight_factors = TensorView(b.saved.at<float>(i, step_parts.weight_factors), DType::kF32, {T}, where);
     auto* d_logits = scratch_at<float>(i, scratch_parts.d_logits);
-    const TensorView gradient(d_logits, DType::kF32, {T, config.E}, where);
-    if (b.options.loss_weights != nullptr) {
-      router_backward_weighted(config.router, loss_config(), inputs, route(b.saved, i), d_weights[i], loss_inputs(b.saved, i), b.options.loss_weights, gradient,
-                               on(b.stream));
-    } else {
-      router_backward(config.router, loss_config(), inputs, route(b.saved, i), d_weights[i], loss_inputs(b.saved, i), b.options.loss_scale, gradient,
-                      on(b.stream));
+    const bool twice = (b.saved.reasons & kDenseMapDuplicateIds) != 0;
+    route_gradients(b, i, twice ? RouterLossConfig{} : loss_config(only_global()), only_global(), true, d_logits);
+    if (twice) {
+      const bool over_all = config.router.score == ScoreFunction::kSoftmax && !config.router.renormalise;
+      launch_scale_duplicates({b.saved.routes[i].ids, b.saved.routes[i].weights, scratch_at<float>(i, scratch_parts.d_weights), T, config.K, config.E, over_all,
+                               static_cast<int>(size_bytes(route_id_dtype(config.E)))},
+                              d_logits, b.stream);
+      check_launch("moe_scale_duplicates");
+      if (has_losses(config)) add_loss_gradients(b, i, only_global());
     }
+    if (has_two_aux_losses(config)) add_loss_gradients(b, i, true);
     if (!has_losses(config)) continue;
     launch_clear_invalid(exchange->header(b.saved.handle, static_cast<int>(i)), d_logits, T * config.E, b.stream);
     check_launch("moe_clear_invalid");
   }
+}
+
+void DeviceMoeLayer::Impl::route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits) {
+  RouterInputs inputs = router_inputs(b.parameters[i], b.saved, i);
+  inputs.weight_factors = TensorView(b.saved.at<float>(i, step_parts.weight_factors), DType::kF32, {b.saved.routes[i].T}, where);
+  const float* d_weights = routes ? scratch_at<float>(i, scratch_parts.d_weights) : nullptr;
+  const TensorView gradient(d_logits, DType::kF32, {b.saved.routes[i].T, config.E}, where);
+  if (b.options.loss_weights != nullptr) {
+    router_backward_weighted(config.router, losses, inputs, route(b.saved, i), d_weights, loss_inputs(b.saved, i, global), b.options.loss_weights, gradient,
+                             on(b.stream));
+  } else {
+    router_backward(config.router, losses, inputs, route(b.saved, i), d_weights, loss_inputs(b.saved, i, global), b.options.loss_scale, gradient, on(b.stream));
+  }
+}
+
+// d_logits += what the losses give.
+void DeviceMoeLayer::Impl::add_loss_gradients(const Backward& b, std::size_t i, bool global) {
+  auto* more = scratch_at<float>(i, scratch_parts.d_logits_more);
+  route_gradients(b, i, loss_config(global), global, false, more);
+  launch_add_values(scratch_at<float>(i, scratch_parts.d_logits), more, b.saved.routes[i].T * config.E, b.stream);
+  check_launch("moe_add_values");
 }
 
 // backward_base as combine() takes it.
@@ -155,6 +200,12 @@ void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
   mark(Phase::kGate, b.stream);
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView base = backward_base(b.saved, i);
+    if (takes_map(b.saved)) {
+      WB_TRY_CUDA(cudaMemsetAsync(base.data, 0, static_cast<std::size_t>(base.size()) * size_bytes(base.dtype), b.stream));
+      const TensorView& gate = b.gradients[i].gate;
+      if (!b.options.accumulate) WB_TRY_CUDA(cudaMemsetAsync(gate.data, 0, static_cast<std::size_t>(gate.size()) * sizeof(float), b.stream));
+      continue;
+    }
     gate_backward({base.shape[0], config.H, config.E, DType::kBF16}, b.x[i].data, b.parameters[i].gate.data, scratch_at<float>(i, scratch_parts.d_logits),
                   base.data, b.gradients[i].gate.as<float>(), b.options.accumulate, where.index, b.stream, base.dtype);
   }

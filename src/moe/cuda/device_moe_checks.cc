@@ -40,17 +40,24 @@ struct Checker {
     if (c.latent > 0) check_view(t.latent_down, {c.latent, c.H}, types, device, what, "latent_down", rank);
     if (c.latent > 0) check_view(t.latent_up, {c.H, c.latent}, types, device, what, "latent_up", rank);
   }
+  void biases(const MoeTensors& t, const char* what, int rank) const {
+    if (!c.expert_bias) return;
+    check_view(t.b1, {L, c.inner_width()}, kSingle, device, what, "b1", rank);
+    check_view(t.b2, {L, c.row_width()}, kSingle, device, what, "b2", rank);
+  }
   void parameters(const MoeTensors& t, int rank) const {
     check_view(t.gate, {c.E, c.H}, kWeight, device, "parameter", "gate", rank);
     if (t.router_bias) check_view(t.router_bias, {c.E}, kSingle, device, "parameter", "router_bias", rank);
     check_view(t.w1, {L, c.inner_width(), c.row_width()}, kWeight, device, "parameter", "w1", rank);
-    check_view(t.w2, {L, c.row_width(), c.F}, kWeight, device, "parameter", "w2", rank);
+    check_view(t.w2, {L, c.row_width(), c.local_F()}, kWeight, device, "parameter", "w2", rank);
+    biases(t, "parameter", rank);
     dense(t, kWeight, "parameter", rank);
   }
   void gradients(const MoeTensors& t, int rank) const {
     check_view(t.gate, {c.E, c.H}, kSingle, device, "gradient", "gate", rank);
     check_view(t.w1, {L, c.inner_width(), c.row_width()}, kEither, device, "gradient", "w1", rank);
-    check_view(t.w2, {L, c.row_width(), c.F}, kEither, device, "gradient", "w2", rank);
+    check_view(t.w2, {L, c.row_width(), c.local_F()}, kEither, device, "gradient", "w2", rank);
+    biases(t, "gradient", rank);
     dense(t, kEither, "gradient", rank);
   }
   void rows(const TensorView& view, std::int64_t T, Types types, const char* name, int rank) const {
@@ -62,16 +69,16 @@ struct Checker {
 
 void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& given) {
   validate(config, P);
-  check_device_config(device_exchange_config(config), P);
+  check_device_config(device_exchange_config(config), P, device_map_room(config, given));
   refuse_if(config.recipe.kind != Recipe::kBF16, "recipes other than bf16");
-  refuse_if(config.expert_bias, "biases of experts");
-  refuse_if(config.expert_tensor_parallel > 1, "expert tensor parallelism");
-  refuse_if(config.force_dense_map || config.pad_to_capacity, "the dense-map path");
-  refuse_if(config.capacity_factor > 0, "the capacity mode");
-  refuse_if(config.aux_coefficient != 0 && config.global_coefficient != 0, "the aux and the global loss together");
-  WB_CHECK(config.H % 8 == 0 && config.F % 8 == 0 && config.latent % 8 == 0 && config.shared_F % 8 == 0,
-           "the MoE layer on GPUs takes H, F, latent and shared_F in multiples of 8, got H = {}, F = {}, latent = {}, shared_F = {}", config.H, config.F,
-           config.latent, config.shared_F);
+  const std::uint32_t reasons = device_dense_reasons(config, given);
+  if (reasons != kDenseMapNone && !config.allow_dense_map) {
+    WB_FAIL(ErrorCode::kUnsupported, "compact routes are not legal and allow_dense_map is off: {}", describe_dense_map(reasons));
+  }
+  WB_CHECK(config.H % 8 == 0 && config.local_F() % 8 == 0 && config.latent % 8 == 0 && config.shared_F % 8 == 0,
+           "the MoE layer on GPUs takes H, F / expert_tensor_parallel, latent and shared_F in multiples of 8, got H = {}, F = {}, expert_tensor_parallel = {}, "
+           "latent = {}, shared_F = {}",
+           config.H, config.F, config.expert_tensor_parallel, config.latent, config.shared_F);
   WB_CHECK(!given.exact_sizes || (config.mode == ExchangeMode::kEager && config.receive_factor == 0),
            "exact sizes belong to eager mode at the worst-case budget, got mode {} and receive_factor {}",
            config.mode == ExchangeMode::kEager ? "eager" : "captured", config.receive_factor);
@@ -86,7 +93,13 @@ void DeviceMoeLayer::Impl::check_forward(const Forward& f) const {
     WB_CHECK(tensors.empty() || tensors.size() == n, "forward: {} ranks of this launch, got {} {}", n, tensors.size(), name);
   };
   optional(f.options.padding_masks, "padding masks"), optional(f.options.replay_ids, "replayed ids");
-  optional(f.options.accumulated_counts, "accumulated counts");
+  optional(f.options.accumulated_counts, "accumulated counts"), optional(f.options.dense_maps, "dense maps");
+  if (!f.options.dense_maps.empty()) {
+    WB_CHECK(exchange->plans_maps(), "forward: a dense map needs room: make the layer with DeviceMoeOptions::dense_map");
+    WB_CHECK(f.options.replay_ids.empty() && config.capacity_factor == 0 && config.expert_tensor_parallel == 1,
+             "a dense map excludes replayed routes ({}), capacity_factor ({}) and expert_tensor_parallel ({})", f.options.replay_ids.empty() ? "none" : "given",
+             config.capacity_factor, config.expert_tensor_parallel);
+  }
   WB_CHECK(f.saved.layer == this, "forward: the step was made by another layer");
   if (options.exact_sizes) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -100,6 +113,7 @@ void DeviceMoeLayer::Impl::check_forward(const Forward& f) const {
     const std::int64_t T = f.x[i].rank == 2 ? f.x[i].shape[0] : -1;
     WB_CHECK(T >= 0 && T <= config.T_max, "x of rank {} must be [T, H] with T in [0, T_max = {}], got {}", rank, config.T_max, f.x[i].describe());
     check.rows(f.x[i], T, kWeight, "x", rank);
+    if (!f.options.dense_maps.empty()) check_view(f.options.dense_maps[i], {T, config.E}, kSingle, where, "tensor", "dense_map", rank);
     check.rows(f.out[i], T, kEither, "out", rank);
     WB_CHECK(f.out[i].dtype == f.out[0].dtype, "out must have one type on all ranks of the launch, got {} and {}", to_string(f.out[0].dtype),
              to_string(f.out[i].dtype));
@@ -113,8 +127,12 @@ void DeviceMoeLayer::Impl::check_backward(const Backward& b) const {
            b.d_out.size(), b.dx.size());
   WB_CHECK(b.saved.layer == this && b.saved.ready, "backward needs a step that a training forward filled and no backward has used yet");
   const Checker check{config, L, where};
+  const bool mapped = (b.saved.reasons & kDenseMapCallerMap) != 0;
+  WB_CHECK(b.options.d_dense_maps.size() == (mapped ? n : 0), "backward: {} gradients of dense maps for a forward that was given {}",
+           b.options.d_dense_maps.size(), mapped ? n : 0);
   for (std::size_t i = 0; i < n; ++i) {
     const int rank = ranks.rank[i];
+    if (mapped) check_view(b.options.d_dense_maps[i], {b.saved.routes[i].T, config.E}, kSingle, where, "tensor", "d_dense_map", rank);
     const std::int64_t T = b.saved.routes[i].T;
     check.parameters(b.parameters[i], rank), check.gradients(b.gradients[i], rank);
     check.rows(b.x[i], T, kWeight, "x", rank), check.rows(b.d_out[i], T, kWeight, "d_out", rank), check.rows(b.dx[i], T, kEither, "dx", rank);

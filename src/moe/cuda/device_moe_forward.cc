@@ -2,6 +2,7 @@
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/cuda/round_rows.h"
+#include "moe/cuda/second_bias.h"
 #include "moe/cuda/step_report.h"
 #include "moe/cuda/step_rows.h"
 #include "waybill/gate.h"
@@ -10,9 +11,14 @@
 namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::forward(const Forward& f) {
-  choose(f);
+  f.saved.reasons = dense_reasons(f);
+  if (takes_map(f.saved)) {
+    take_map(f);
+  } else {
+    choose(f);
+  }
   mark(Phase::kPlan, f.stream);
-  exchange->plan(f.saved.handle, f.saved.routes, f.stream);
+  plan(f);
   if (options.exact_sizes) read_sizes(f);
   fork(f.stream);  // the layout beside the rows on the link
   exchange->layout(f.saved.handle, side);
@@ -71,6 +77,7 @@ void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, 
     if (!permuted) args.product.a_rows = slot_rows(saved, i);
     args.product.weights = parameters[i].w1, args.product.offsets = offsets(saved, i), args.product.status = status_word(i);
     if (keep_h) args.product.y = h(saved, i);
+    if (config.expert_bias) args.product.bias = parameters[i].b1;
     args.activation = config.activation, args.out = a(saved, i), args.weight = slot_weights(saved, i);
     grouped_gemm_activation(args, on(stream));
   }
@@ -81,6 +88,13 @@ void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
     GroupedGemmArgs args;
     args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(f.saved, i), args.status = status_word(i);
     grouped_gemm(args, on(f.stream));
+    if (!has_second_bias(i)) continue;
+    // It takes the routing weight, which the matmul's epilogue does not know.
+    SecondBias bias{};
+    bias.offsets = offsets(f.saved, i).as<std::int32_t>(), bias.num_slots = slots(f.saved, i), bias.weight = slot_weights(f.saved, i).as<float>();
+    bias.L = L, bias.W = config.row_width();
+    launch_second_bias_add(bias, f.parameters[i].b2.as<float>(), y(f.saved, i).data, f.stream);
+    check_launch("moe_second_bias_add");
   }
 }
 
@@ -127,10 +141,14 @@ void DeviceMoeLayer::Impl::round_rows(const TensorView& from, const TensorView& 
 void DeviceMoeLayer::Impl::report(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
     const int index = static_cast<int>(i);
-    launch_step_report({exchange->header(f.saved.handle, index), exchange->expert_counts(f.saved.handle, index), static_cast<std::int32_t>(L),
-                        config.global_coefficient != 0 ? 1 : 0,
-                        has_losses(config) && f.options.training ? scratch_at<double>(i, scratch_parts.losses) : nullptr, f.saved.reports.at(index)},
-                       f.stream);
+    StepReportArgs args{};
+    args.header = exchange->header(f.saved.handle, index), args.expert_counts = exchange->expert_counts(f.saved.handle, index);
+    args.L = static_cast<std::int32_t>(L), args.is_global = only_global() ? 1 : 0, args.report = f.saved.reports.at(index);
+    args.dense_map_reasons = f.saved.reasons;
+    if (has_losses(config) && f.options.training && !takes_map(f.saved)) args.losses = scratch_at<double>(i, scratch_parts.losses);
+    if (args.losses != nullptr && has_two_aux_losses(config)) args.global_losses = args.losses + 3;
+    if (config.capacity_factor > 0) args.dropped = scratch_at<std::int32_t>(i, scratch_parts.dropped);
+    launch_step_report(args, f.stream);
     check_launch("moe_step_report");
   }
 }

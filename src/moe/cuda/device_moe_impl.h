@@ -44,10 +44,12 @@ struct DeviceMoeStep::Saved {
   std::vector<DeviceBuffer> memory;  // [ranks of the launch], by DeviceMoeStepLayout
   std::uint64_t rows_window = 0;
   PinnedReports reports;
-  std::vector<DeviceRoute> routes;  // [ranks of the launch]
+  std::vector<DeviceRoute> routes;  // [ranks of the launch], of the router
+  std::vector<DeviceRoute> sent;    // the same as they travel
   std::vector<TensorView> padding_masks;
   DeviceMoeStepLayout layout{};
   const void* layer = nullptr;
+  std::uint32_t reasons = kDenseMapNone;  // of the dense-map path
   bool has_totals = false;
   double valid_tokens = 0, loss_tokens = 0, loss_sequences = 0, global_tokens = 0;  // of the losses
   bool ready = false;                                                               // a training forward filled it and no backward has used it
@@ -139,6 +141,19 @@ struct DeviceMoeLayer::Impl {
   void round_rows(const TensorView& from, const TensorView& to, cudaStream_t stream);
   void report(const Forward& f);
 
+  // device_moe_routes.cc: between the router's routes and those that travel
+  void set_routes(Saved& saved, std::size_t i, std::int64_t T) const;
+  void prepare_routes(const Forward& f);
+  void plan(const Forward& f);
+  void return_weights(const Backward& b);
+  bool takes_map(const Saved& saved) const { return (saved.reasons & kDenseMapCallerMap) != 0; }
+
+  // device_moe_map.cc: the dense-map path
+  std::uint32_t dense_reasons(const Forward& f);
+  bool has_duplicate_ids(const Forward& f);  // waits; the same on every rank
+  void take_map(const Forward& f);
+  void plan_map(const Forward& f);
+
   // device_moe_dense.cc: what every token sees, shared expert and latent projections
   std::vector<DeviceRows> sent_rows(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, cudaStream_t stream);
   void shared_hidden(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, bool keep_h, cudaStream_t stream);
@@ -152,8 +167,10 @@ struct DeviceMoeLayer::Impl {
   void set_totals(const Forward& f);
   void reduce_counts(const Forward& f);
   void compute_losses(const Forward& f);
-  RouterLossConfig loss_config() const;
-  RouterLossInputs loss_inputs(const Saved& saved, std::size_t i) const;
+  // global: of the global loss; where there is no aux loss beside it, it takes that one's place.
+  bool only_global() const { return config.global_coefficient != 0 && !has_two_aux_losses(config); }
+  RouterLossConfig loss_config(bool global) const;
+  RouterLossInputs loss_inputs(const Saved& saved, std::size_t i, bool global) const;
 
   // device_moe_backward.cc
   void backward(const Backward& b);
@@ -161,7 +178,11 @@ struct DeviceMoeLayer::Impl {
   void send_to_experts(const Backward& b, std::span<const DeviceRows> sent);
   void second_matmul_gradients(const Backward& b);
   void first_matmul_gradients(const Backward& b);
+  void bias_gradients(const Backward& b, std::size_t i);  // both; before y is used anew
+  bool has_second_bias(std::size_t i) const { return config.expert_bias && ranks.rank[i] % config.expert_tensor_parallel == 0; }
   void router_gradients(const Backward& b);
+  void route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits);
+  void add_loss_gradients(const Backward& b, std::size_t i, bool global);
   void input_gradients(const Backward& b);
   std::vector<const void*> wire_bases(const Backward& b);
 
@@ -169,7 +190,8 @@ struct DeviceMoeLayer::Impl {
   DeviceMoeOptions options;
   Device where;
   int P;
-  std::int64_t L, S, R;  // local experts; slots and rows of the budgets
+  std::int64_t L, S, R;                               // local experts; slots and rows of the budgets
+  std::vector<std::int32_t> rank_table, local_table;  // of expanded ids, with slices of F
   std::unique_ptr<DeviceExchange> exchange;
   DeviceMoeWindows windows;
   std::vector<std::uint64_t> step_windows;  // rows windows not yet given to a step
@@ -181,6 +203,7 @@ struct DeviceMoeLayer::Impl {
   std::vector<DeviceStatus> status;     // of the router and the matmuls; the exchange has its own
   LocalRanks ranks{};
   bool in_range = false;
+  std::int64_t dense_forwards = 0;
   CudaStream side;  // runs beside the caller's stream between fork() and join()
   std::unique_ptr<CudaEvent> forked, joined;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "exchange/cuda/exchange_shape.h"
+#include "moe/capacity.h"
 #include "ops/gemm/cuda/grouped_run.h"
 
 namespace waybill::cuda {
@@ -26,9 +27,12 @@ struct Carver {
 
 }  // namespace
 
+std::int64_t padded_capacity(const MoeConfig& c) { return c.pad_to_capacity ? moe::expert_capacity(c.capacity_factor, c.T_max, c.K, c.E) : 0; }
+
 ExchangeConfig device_exchange_config(const MoeConfig& c) {
   ExchangeConfig exchange;
-  exchange.H = c.row_width(), exchange.E = c.E, exchange.K = c.K, exchange.T_max = c.T_max;
+  const int t = c.expert_tensor_parallel;
+  exchange.H = c.row_width(), exchange.E = c.E * t, exchange.K = c.K * t, exchange.T_max = c.T_max;
   exchange.mode = ExchangeMode::kCaptured;  // fixed budgets in both modes; what differs is their default
   exchange.receive_factor = c.receive_factor == 0 && c.mode == ExchangeMode::kCaptured ? 1.5 : c.receive_factor;
   exchange.combine_wire = c.combine_wire, exchange.hierarchy = c.hierarchy, exchange.alignment = c.alignment, exchange.debug_checks = c.debug_checks;
@@ -38,44 +42,74 @@ ExchangeConfig device_exchange_config(const MoeConfig& c) {
 SlotBytes bytes_of_slots(const MoeConfig& c, std::int64_t S) {
   const std::int64_t base = c.T_max * c.H * 4;
   const auto bytes = [](std::int64_t count) { return static_cast<std::size_t>(count); };
-  return {bytes(S * c.inner_width() * 2), bytes(std::max(S * c.F * 2, base)), bytes(std::max(S * c.row_width() * 2, base))};
+  return {bytes(S * c.inner_width() * 2), bytes(std::max(S * c.local_F() * 2, base)), bytes(std::max(S * c.row_width() * 2, base))};
 }
 
-DeviceMoeStepLayout step_layout(const MoeConfig& c, int P, bool exact_sizes) {
-  const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max;
+std::uint32_t device_dense_reasons(const MoeConfig& c, const DeviceMoeOptions& options) {
+  std::uint32_t reasons = kDenseMapNone;
+  if (c.force_dense_map) reasons |= kDenseMapForced;
+  if (c.pad_to_capacity) reasons |= kDenseMapPadToCapacity;
+  if (c.K * c.expert_tensor_parallel > kMaxPlanK) reasons |= kDenseMapTopK;
+  if (!options.compact_fabric) reasons |= kDenseMapFabric;
+  return reasons;
+}
+
+MapRoom device_map_room(const MoeConfig& c, const DeviceMoeOptions& options) {
+  // L experts of P capacities each.
+  return {options.dense_map || device_dense_reasons(c, options) != kDenseMapNone, c.E * c.expert_tensor_parallel * padded_capacity(c)};
+}
+
+std::int64_t device_slots(const MoeConfig& c, int P) {
+  return std::max(receive_budget(device_exchange_config(c), P).padded_slots, c.E * c.expert_tensor_parallel * padded_capacity(c));
+}
+
+DeviceMoeStepLayout step_layout(const MoeConfig& c, int P, const DeviceMoeOptions& options) {
+  const bool exact_sizes = options.exact_sizes;
+  const std::int64_t S = device_slots(c, P), T = c.T_max;
   Carver carver;
   DeviceMoeStepLayout s{};
   s.ids = carver.take(T * c.K, size_bytes(route_id_dtype(c.E)));
   s.weights = carver.take(T * c.K, 4), s.counts = carver.take(c.E, 4), s.weight_factors = carver.take(T, 4);
   s.logits = carver.take_if(c.recompute <= Recompute::kActivation, T * c.E, 4);
   s.h = carver.take_if(!exact_sizes && c.recompute <= Recompute::kActivation, S * c.inner_width(), 2);
-  s.a = carver.take_if(!exact_sizes && c.recompute <= Recompute::kNone, S * c.F, 2);
+  s.a = carver.take_if(!exact_sizes && c.recompute <= Recompute::kNone, S * c.local_F(), 2);
   s.shared_h = carver.take_if(c.recompute <= Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute <= Recompute::kNone, T * c.shared_F, 2);
   s.latent_out = carver.take(T * c.latent, 2);
   s.totals = carver.take(num_totals(c), 4), s.global_totals = carver.take(c.global_coefficient != 0 ? c.E : 0, 4), s.dense_offsets = carver.take(2, 4);
+  const std::int64_t t = c.expert_tensor_parallel;
+  s.sent_ids = carver.take_if(changes_routes(c), T * c.K * t, size_bytes(route_id_dtype(c.E * t)));
+  s.sent_weights = carver.take_if(changes_routes(c), T * c.K * t, 4);
+  s.cells = carver.take_if(device_map_room(c, options).enabled, T * c.E * t, 1);
   s.bytes = carver.used;
   return s;
 }
 
-DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, bool exact_sizes) {
-  const std::int64_t S = receive_budget(device_exchange_config(c), P).padded_slots, T = c.T_max, W = c.row_width();
+DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoeOptions& options) {
+  const std::int64_t S = device_slots(c, P), T = c.T_max, W = c.row_width();
+  const bool exact_sizes = options.exact_sizes;
   Carver carver;
   DeviceMoeScratchLayout s{};
   s.logits = carver.take_if(c.recompute > Recompute::kActivation, T * c.E, 4);
   s.h = carver.take_if(!exact_sizes && c.recompute > Recompute::kActivation, S * c.inner_width(), 2);
-  s.a = carver.take_if(!exact_sizes && c.recompute > Recompute::kNone, S * c.F, 2);
+  s.a = carver.take_if(!exact_sizes && c.recompute > Recompute::kNone, S * c.local_F(), 2);
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
   s.y = carver.take_if(!exact_sizes, std::max(S * W * 2, base), 1);
   s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && partials_dtype(c, P) == DType::kBF16 ? T * c.H : 0, 2);
-  s.base = carver.take_if(!exact_sizes && S * c.F * 2 < base, base, 1);
+  s.base = carver.take_if(!exact_sizes && S * c.local_F() * 2 < base, base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
   s.own_counts = carver.take(num_totals(c), 4);
-  s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(3, 8);
+  s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(6, 8);
   s.d_slot_weight = carver.take(S, 4);
   s.d_weights = carver.take(T * c.K, 4), s.d_logits = carver.take(T * c.E, 4);
+  const bool is_sliced = c.expert_tensor_parallel > 1, is_cut = c.capacity_factor > 0;
+  s.kept_ids = carver.take(is_sliced && is_cut ? T * c.K : 0, size_bytes(route_id_dtype(c.E))),
+  s.kept_weights = carver.take(is_sliced && is_cut ? T * c.K : 0, 4);
+  s.d_expanded = carver.take(is_sliced ? T * c.K * c.expert_tensor_parallel : 0, 4);
+  s.d_logits_more = carver.take(has_two_aux_losses(c) || (has_losses(c) && looks_for_duplicates(c, options)) ? T * c.E : 0, 4), s.dropped = carver.take(3, 4);
+  s.d_map = carver.take(device_map_room(c, options).enabled ? T * c.E * c.expert_tensor_parallel : 0, 4);
   s.bytes = carver.used;
   return s;
 }
@@ -94,8 +128,8 @@ std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const De
   const std::size_t rows = aligned(row_window_bytes(exchange, P, 2 * W)),
                     partials = aligned(row_window_bytes(exchange, P, W * size_bytes(partials_dtype(config, P))));
   constexpr std::size_t kControl = 128 * 1024;  // what a group keeps at the start of its arenas
-  return exchange_window_bytes(exchange, P) + partials + rows * static_cast<std::size_t>(num_row_windows(config, options)) +
-         aligned(counts_window_bytes(config, P)) + kControl;
+  return exchange_window_bytes(exchange, P, device_map_room(config, options)) + partials + rows * static_cast<std::size_t>(num_row_windows(config, options)) +
+         aligned(counts_window_bytes(config, P)) + (looks_for_duplicates(config, options) ? aligned(static_cast<std::size_t>(2 * P) * 4) : 0) + kControl;
 }
 
 namespace {
@@ -115,7 +149,7 @@ std::size_t operations_bytes(const MoeConfig& c, std::int64_t S) {
   const std::int64_t T = c.T_max, W = c.row_width();
   const std::size_t gate = aligned(static_cast<std::size_t>(T * 2 * c.E * 2)) + aligned(static_cast<std::size_t>(2 * c.E * c.H * 2)) +
                            aligned(static_cast<std::size_t>(2 * c.E * c.H * 4));
-  std::size_t partials = std::max(partial_tiles_bytes(c.inner_width(), W, S), partial_tiles_bytes(W, c.F, S));
+  std::size_t partials = std::max(partial_tiles_bytes(c.inner_width(), W, S), partial_tiles_bytes(W, c.local_F(), S));
   if (c.shared_F > 0) partials = std::max({partials, partial_tiles_bytes(c.shared_inner_width(), c.H, T), partial_tiles_bytes(c.H, c.shared_F, T)});
   return kDenseWorkspace + gate + partials;
 }
@@ -125,10 +159,10 @@ std::size_t operations_bytes(const MoeConfig& c, std::int64_t S) {
 DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options, std::int64_t exact_slots) {
   DeviceMoeMemory memory;
   memory.windows = arena_bytes(config, P, options);
-  std::int64_t S = receive_budget(device_exchange_config(config), P).padded_slots;
-  memory.scratch = scratch_layout(config, P, options.exact_sizes).bytes;
-  ExchangeShape shape = make_shape(device_exchange_config(config), P);
-  memory.step = step_layout(config, P, options.exact_sizes).bytes + lay_out_handle(shape);
+  std::int64_t S = device_slots(config, P);
+  memory.scratch = scratch_layout(config, P, options).bytes;
+  ExchangeShape shape = make_shape(device_exchange_config(config), P, device_map_room(config, options));
+  memory.step = step_layout(config, P, options).bytes + lay_out_handle(shape);
   if (options.exact_sizes) {
     constexpr std::size_t kUnit = std::size_t{2} << 20;  // GrowableBuffer's
     const std::int64_t mean = config.T_max * config.K, L = config.L(P);

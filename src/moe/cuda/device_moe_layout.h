@@ -14,6 +14,14 @@ namespace waybill::cuda {
 void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& options);
 
 ExchangeConfig device_exchange_config(const MoeConfig& config);
+// Room of the exchange for plans from dense maps.
+MapRoom device_map_room(const MoeConfig& config, const DeviceMoeOptions& options);
+// Slots of an expert-ordered buffer.
+std::int64_t device_slots(const MoeConfig& config, int P);
+// Reasons of the dense-map path that config and options give: known before any batch.
+std::uint32_t device_dense_reasons(const MoeConfig& config, const DeviceMoeOptions& options);
+// Routes that an expert takes from a rank of T_max tokens; 0: no padding to it.
+std::int64_t padded_capacity(const MoeConfig& config);
 inline DType partials_dtype(const MoeConfig& config, int P) { return config.combine_wire == CombineWire::kBF16 && P > 1 ? DType::kBF16 : DType::kF32; }
 
 inline constexpr std::uint64_t kNoPart = ~std::uint64_t{0};
@@ -27,7 +35,9 @@ struct DeviceMoeStepLayout {
   std::uint64_t latent_out;                            // bf16 [T, latent]
   // i32: [E] counts of all ranks, then [E] those of AuxCounts::kUnbiased; [E] with the accumulated ones (global loss).
   std::uint64_t totals, global_totals;
-  std::uint64_t dense_offsets;  // i32 [2]: 0, and the rows that the shared expert sees: T, or 0 of an invalid step
+  std::uint64_t sent_ids, sent_weights;  // the routes as they travel, [T, K t]; kNoPart: the route itself
+  std::uint64_t cells;                   // bytes [T, E t]: the dense map
+  std::uint64_t dense_offsets;           // i32 [2]: 0, and the rows that the shared expert sees: T, or 0 of an invalid step
   std::size_t bytes;
 };
 // The same of the layer's scratch. What a recompute mode keeps in no step lies here.
@@ -38,19 +48,27 @@ struct DeviceMoeScratchLayout {
   std::uint64_t wire_base;                         // bf16 [T, H]: that sum rounded for the wire, where it is one
   std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
   std::uint64_t own_counts;                        // i32 [E] twice: this rank's, and of kUnbiased
-  std::uint64_t score_sums, losses;                // f64 [E + 1], [3]
+  std::uint64_t score_sums, losses;                // f64 [E + 1], [2][3]: the second where there are two auxiliary losses
   std::uint64_t d_slot_weight;                     // f32 [S]
   std::uint64_t d_weights, d_logits;               // f32 [T, K], [T, E]
+  std::uint64_t kept_ids, kept_weights;            // [T, K]: capacity mode with slices of F
+  std::uint64_t d_expanded;                        // f32 [T, K t]: with slices of F
+  std::uint64_t d_logits_more;                     // f32 [T, E]: of the global loss beside an aux loss; of losses beside duplicate ids
+  std::uint64_t dropped;                           // i32 [3]: routes dropped; the capacity; whether a replayed row names an expert twice
+  std::uint64_t d_map;                             // f32 [T, E t]: dense-map path
   std::size_t bytes;
 };
 inline bool has_losses(const MoeConfig& c) {
   return c.aux_coefficient != 0 || c.sequence_coefficient != 0 || c.global_coefficient != 0 || c.z_coefficient != 0;
 }
+inline bool has_two_aux_losses(const MoeConfig& c) { return c.aux_coefficient != 0 && c.global_coefficient != 0; }
+// The routes that travel are not those of the router.
+inline bool changes_routes(const MoeConfig& c) { return c.capacity_factor > 0 || c.expert_tensor_parallel > 1; }
 inline bool reduces_counts(const MoeConfig& c) { return has_losses(c) || c.bias_update_rate != 0; }
 inline std::int64_t num_totals(const MoeConfig& c) { return reduces_counts(c) ? c.E * (c.aux_counts == AuxCounts::kUnbiased ? 2 : 1) : 0; }
 
-DeviceMoeStepLayout step_layout(const MoeConfig& config, int P, bool exact_sizes);
-DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P, bool exact_sizes);
+DeviceMoeStepLayout step_layout(const MoeConfig& config, int P, const DeviceMoeOptions& options);
+DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P, const DeviceMoeOptions& options);
 
 // Bytes of what has a row a slot, at S slots in expert order. `a` and y hold f32 [T, H] too.
 struct SlotBytes {
@@ -63,7 +81,12 @@ SlotBytes bytes_of_slots(const MoeConfig& config, std::int64_t S);
 // them where they are dispatched again).
 struct DeviceMoeWindows {
   std::uint64_t partials = 0, gradients = 0, counts = 0;  // with resend_rows the rows are there as well
+  std::uint64_t votes = 0;                                // [2 parities][P] i32: duplicate ids seen; where batches choose between the paths
 };
+// Batches choose between the paths: replayed routes are looked at first.
+inline bool looks_for_duplicates(const MoeConfig& c, const DeviceMoeOptions& options) {
+  return options.dense_map && c.mode == ExchangeMode::kEager && device_dense_reasons(c, options) == 0;
+}
 std::size_t counts_window_bytes(const MoeConfig& config, int P);  // [2 parities][P][num_totals] i32
 int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options);
 

@@ -43,18 +43,19 @@ void DeviceMoeLayer::Impl::reduce_counts(const Forward& f) {
   check_launch("moe_reduce_counts");
 }
 
-RouterLossConfig DeviceMoeLayer::Impl::loss_config() const {
+// The router knows one aux loss; where both are on the global one, the same formula with other counts, takes a second call.
+RouterLossConfig DeviceMoeLayer::Impl::loss_config(bool global) const {
   RouterLossConfig losses;
-  losses.aux_coefficient = config.global_coefficient != 0 ? config.global_coefficient : config.aux_coefficient;
+  losses.aux_coefficient = global ? config.global_coefficient : config.aux_coefficient;
+  if (global && has_two_aux_losses(config)) return losses;
   losses.sequence_coefficient = config.sequence_coefficient, losses.sequence_length = config.sequence_length;
   losses.z_coefficient = config.z_coefficient;
   return losses;
 }
 
-RouterLossInputs DeviceMoeLayer::Impl::loss_inputs(const Saved& saved, std::size_t i) const {
+RouterLossInputs DeviceMoeLayer::Impl::loss_inputs(const Saved& saved, std::size_t i, bool global) const {
   RouterLossInputs inputs;
   if (!has_losses(config)) return inputs;
-  const bool global = config.global_coefficient != 0;
   inputs.aux_counts =
       global ? saved.at<std::int32_t>(i, step_parts.global_totals) : saved.at<std::int32_t>(i, step_parts.totals) + (num_totals(config) - config.E);
   inputs.aux_tokens = global ? saved.global_tokens : saved.valid_tokens;
@@ -64,10 +65,14 @@ RouterLossInputs DeviceMoeLayer::Impl::loss_inputs(const Saved& saved, std::size
 
 void DeviceMoeLayer::Impl::compute_losses(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
-    RouterLossInputs inputs = loss_inputs(f.saved, i);
-    inputs.score_sums = scratch_at<double>(i, scratch_parts.score_sums);
-    router_losses_into(config.router, loss_config(), router_inputs(f.parameters[i], f.saved, i), route(f.saved, i), inputs,
-                       scratch_at<double>(i, scratch_parts.losses), on(f.stream));
+    const int passes = has_two_aux_losses(config) ? 2 : 1;
+    for (int pass = 0; pass < passes; ++pass) {
+      const bool global = only_global() || pass == 1;
+      RouterLossInputs inputs = loss_inputs(f.saved, i, global);
+      inputs.score_sums = scratch_at<double>(i, scratch_parts.score_sums);
+      router_losses_into(config.router, loss_config(global), router_inputs(f.parameters[i], f.saved, i), route(f.saved, i), inputs,
+                         scratch_at<double>(i, scratch_parts.losses) + 3 * pass, on(f.stream));
+    }
   }
 }
 

@@ -9,10 +9,12 @@ namespace waybill::cuda {
 struct DeviceMoeReport {
   std::uint64_t forwards = 0;  // forwards of this step so far, replays included; written last
   std::int32_t valid = 0;
-  std::int32_t rows = 0, slots = 0;                       // received by this rank
-  std::int32_t min_expert_rows = 0, max_expert_rows = 0;  // of this rank's experts
-  std::int32_t unused = 0;
+  std::int32_t rows = 0, slots = 0;                                     // received by this rank
+  std::int32_t min_expert_rows = 0, max_expert_rows = 0;                // of this rank's experts
+  std::int32_t dropped_routes = 0;                                      // capacity mode: this rank's
   std::int64_t max_slot_demand = 0, max_row_demand = 0;                 // of any rank
+  std::uint32_t dense_map_reasons = 0;                                  // DenseMapReason bits of the last forward
+  std::uint32_t dense_map_forwards = 0;                                 // of `forwards`, those on the dense-map path
   double aux_loss = 0, sequence_loss = 0, global_loss = 0, z_loss = 0;  // this rank's share
 };
 

@@ -18,7 +18,7 @@ SavedParts saved_parts(const MoeConfig& config, int P) {
   ExchangeShape shape = make_shape(exchange, P);
   SavedParts parts{};
   parts.step = aligned(lay_out_handle(shape));
-  parts.rows = parts.step + aligned(step_layout(config, P, /*exact_sizes=*/false).bytes);
+  parts.rows = parts.step + aligned(step_layout(config, P, {}).bytes);
   parts.bytes = parts.rows;
   if (config.recompute <= Recompute::kActivation) parts.bytes += aligned(row_window_bytes(exchange, P, static_cast<std::size_t>(config.row_width()) * 2));
   return parts;
@@ -32,6 +32,7 @@ void copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
 
 std::size_t DeviceMoeLayer::saved_bytes(const MoeConfig& config, int P) {
   check_device_moe(config, P, {});
+  WB_CHECK(!device_map_room(config, {}).enabled, "saved_bytes: steps on the dense-map path are not saved");
   return saved_parts(config, P).bytes;
 }
 
@@ -40,6 +41,7 @@ void DeviceMoeLayer::save(const DeviceMoeStep& step, void* to, cudaStream_t stre
            "save: a step of this layer that a training forward filled is needed");
   WB_CHECK(!impl_->options.exact_sizes && !impl_->options.resend_rows,
            "save: the layer was made with exact_sizes or resend_rows, whose steps it does not hold");
+  WB_CHECK(!impl_->exchange->plans_maps(), "save: the layer has room for dense maps, whose steps are not saved");
   const DeviceMoeStep::Saved& saved = *step.saved_;
   const DeviceGuard guard(impl_->where.index);
   const SavedParts parts = saved_parts(impl_->config, impl_->P);
@@ -64,7 +66,7 @@ void DeviceMoeLayer::restore(DeviceMoeStep& step, const void* from, const Tensor
   const TensorView inputs[] = {x};
   impl_->set_totals(Impl::Forward{{}, inputs, {}, saved, options, stream});
   saved.padding_masks.assign(options.padding_masks.begin(), options.padding_masks.end());
-  saved.routes[0] = DeviceRoute{saved.at<void>(0, saved.layout.ids), saved.at<float>(0, saved.layout.weights), x.shape[0]};
+  impl_->set_routes(saved, 0, x.shape[0]);
   saved.ready = true;
 }
 

@@ -33,7 +33,8 @@ void DeviceMoeLayer::Impl::take_sizes(const Forward& f) {
     // The plan knows slots; how many rows their padding takes is the layout's, which may run still: at most alignment - 1 an expert. An invalid step (a lost
     // peer) has none. Every view keeps a row, so that no extent is 0.
     const std::int64_t num = header.valid != 0 ? header.S : 0, padded = num + (config.alignment - 1) * std::min(L, num);
-    f.saved.slots[i] = std::clamp<std::int64_t>(padded / config.alignment * config.alignment, 1, std::max<std::int64_t>(S, 1));
+    const std::int64_t fixed = header.valid != 0 ? L * (header.valid - 1) : 0;  // experts padded to their capacity
+    f.saved.slots[i] = std::clamp<std::int64_t>(std::max(padded / config.alignment * config.alignment, fixed), 1, std::max<std::int64_t>(S, 1));
     const SlotBytes bytes = bytes_of_slots(config, f.saved.slots[i]);
     slot_owner(f.saved, i, keeps_h()).h.grow(bytes.h), slot_owner(f.saved, i, keeps_a()).a.grow(bytes.a);
     slot_memory[i].y.grow(bytes.y);

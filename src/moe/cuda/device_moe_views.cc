@@ -18,7 +18,7 @@ TensorView DeviceMoeLayer::Impl::a(const Saved& saved, std::size_t i) const {
   void* data = options.exact_sizes       ? slot_owner(saved, i, keeps_a()).a.data()
                : step_parts.a != kNoPart ? saved.at<void>(i, step_parts.a)
                                          : scratch_at<void>(i, scratch_parts.a);
-  return TensorView(data, DType::kBF16, {slots(saved, i), config.F}, where);
+  return TensorView(data, DType::kBF16, {slots(saved, i), config.local_F()}, where);
 }
 TensorView DeviceMoeLayer::Impl::y(const Saved& saved, std::size_t i) const {
   void* data = options.exact_sizes ? slot_memory[i].y.data() : scratch_at<void>(i, scratch_parts.y);

@@ -27,8 +27,12 @@ __global__ void __launch_bounds__(kThreads) moe_step_report(const StepReportArgs
   report.rows = is_valid ? args.header->R : 0, report.slots = is_valid ? args.header->S : 0;
   report.min_expert_rows = is_valid ? low : 0, report.max_expert_rows = is_valid ? high : 0;
   report.max_slot_demand = args.header->max_slot_demand, report.max_row_demand = args.header->max_row_demand;
+  report.dense_map_reasons = args.dense_map_reasons;
+  if (args.dense_map_reasons != 0) report.dense_map_forwards = report.dense_map_forwards + 1;
+  report.dropped_routes = args.dropped != nullptr ? *args.dropped : 0;
   if (args.losses != nullptr) {
     report.aux_loss = args.is_global != 0 ? 0 : args.losses[0], report.global_loss = args.is_global != 0 ? args.losses[0] : 0;
+    if (args.global_losses != nullptr) report.global_loss = args.global_losses[0];
     report.sequence_loss = args.losses[1], report.z_loss = args.losses[2];
   }
   __threadfence_system();

@@ -15,8 +15,11 @@ struct StepReportArgs {
   const HandleHeader* header;
   const std::int32_t* expert_counts;  // [L]
   std::int32_t L;
-  std::int32_t is_global;   // losses[0] is the global loss
-  const double* losses;     // [3] aux, sequence, z; or null
+  std::int32_t is_global;       // losses[0] is the global loss
+  const double* losses;         // [3] aux, sequence, z; or null
+  const double* global_losses;  // [1] the global loss beside an aux loss; or null
+  const std::int32_t* dropped;  // [1] or null
+  std::uint32_t dense_map_reasons;
   DeviceMoeReport* report;  // page-locked host memory
 };
 void launch_step_report(const StepReportArgs& args, cudaStream_t stream);

@@ -16,4 +16,7 @@ void launch_step_rows(const HandleHeader* header, std::int32_t T, std::int32_t* 
 // values [count] = 0 where the step is not valid.
 void launch_clear_invalid(const HandleHeader* header, float* values, std::int64_t count, cudaStream_t stream);
 
+// values [count] += more.
+void launch_add_values(float* values, const float* more, std::int64_t count, cudaStream_t stream);
+
 }  // namespace waybill::cuda
