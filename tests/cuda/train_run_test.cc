@@ -37,11 +37,12 @@ class TrainCuda : public ::testing::Test {
     outcome.result = waybill::train(folder_.config(overrides, config), options, &outcome.recording);
     return outcome;
   }
-  // Rounding is amplified from step to step at the rate of a start: the CPU's own bf16 recipe is 0.3 % from its fp32 at step 12 of the short demo and 2.2 %
-  // at step 19.
+  // Rounding is amplified from step to step at the rate of a start. On this text the CPU's mxfp8 recipe, whose operands are rounded more than bf16 and whose
+  // attention is not rounded at all, is 0.1 % from its fp32 at step 6, 3.7 % at step 9 and 4.1 % at step 18. Gradients of a step are compared in
+  // device_model_test.cc.
   static void expect_close(const std::vector<double>& gpu, const std::vector<double>& cpu) {
     ASSERT_EQ(gpu.size(), cpu.size());
-    for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(gpu[i], cpu[i], (i < 12 ? 0.01 : 0.04) * cpu[i]) << "step " << i + 1;
+    for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(gpu[i], cpu[i], (i < 6 ? 0.005 : i < 12 ? 0.04 : 0.1) * cpu[i]) << "step " << i + 1;
   }
   RunFolder folder_{60000};
 };
@@ -52,7 +53,7 @@ const Overrides kShort = {"train.steps=20",        "train.warmup_steps=5", "trai
 TEST_F(TrainCuda, AShortRunOfTheDemoFollowsTheCpusLossesAndItsCountersAddUp) {
   const Outcome cpu = run("demo", "cpu", "cpu", kShort), gpu = run("demo", "gpu", "cuda", kShort);
   expect_close(gpu.recording.losses, cpu.recording.losses);
-  EXPECT_NEAR(gpu.result.held_out_loss, cpu.result.held_out_loss, 0.04 * cpu.result.held_out_loss);
+  EXPECT_NEAR(gpu.result.held_out_loss, cpu.result.held_out_loss, 0.1 * cpu.result.held_out_loss);
   EXPECT_LT(gpu.recording.losses.back(), gpu.recording.losses.front() - 0.5);
   EXPECT_NE(gpu.recording.headers.at(0).device, "cpu");
   for (std::size_t i = 0; i < gpu.recording.steps.size(); ++i) {

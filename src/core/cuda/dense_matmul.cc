@@ -21,7 +21,6 @@ namespace {
 // clang-format off
 #define WB_CUBLASLT_FUNCTIONS(F) \
   F(cublasLtCreate) \
-  F(cublasLtDestroy) \
   F(cublasLtMatmul) \
   F(cublasLtMatmulDescCreate) \
   F(cublasLtMatmulDescSetAttribute) \
@@ -74,12 +73,20 @@ Key key_of(const DenseMatmul& x) { return {x.M, x.N, x.C, x.transpose_a, x.trans
 
 cudaDataType_t data_type(DType dtype) { return dtype == DType::kBF16 ? CUDA_R_16BF : CUDA_R_32F; }
 
-// Plans of one device; created once a shape, kept for the process.
+// One a device, made at the first call: making one allocates device memory. The library takes calls of several threads on one handle.
+cublasLtHandle_t handle_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, cublasLtHandle_t> handles;  // kept for the process
+  const std::lock_guard lock(mutex);
+  const auto [at, is_new] = handles.try_emplace(device, nullptr);
+  if (is_new) WB_TRY_CUBLAS(CublasLt::get().cublasLtCreate(&at->second));
+  return at->second;
+}
+
+// Plans of one stream; created once a shape, kept for the process.
 class Plans {
  public:
-  explicit Plans(int device) : device_(device) { WB_TRY_CUBLAS(lt_.cublasLtCreate(&handle_)); }
-  // Not the destructor's work: plans that are kept for the process outlive the driver.
-  void close() { WB_TRY_CUBLAS(lt_.cublasLtDestroy(handle_)); }
+  explicit Plans(int device) : device_(device), handle_(handle_of(device)) {}
 
   void run(const DenseMatmul& x, const void* a, const void* b, void* c, cudaStream_t stream) {
     const Plan& plan = find(x);
@@ -133,8 +140,8 @@ class Plans {
   }
 
   const CublasLt& lt_ = CublasLt::get();
-  cublasLtHandle_t handle_ = nullptr;
   int device_;
+  cublasLtHandle_t handle_;
   ScratchBuffer workspace_;
   std::map<Key, Plan> plans_;
 };
@@ -166,17 +173,25 @@ void prepare_dense_matmul(int device) {
   static std::mutex mutex;
   static std::set<int> done;
   const std::lock_guard lock(mutex);
-  if (!done.insert(device).second) return;
-  constexpr std::int64_t kSize = 64;
+  if (done.contains(device)) return;
   const DeviceGuard guard(device);
   const CudaStream stream(device);
-  const DeviceBuffer operands(kSize * kSize * 4, device), result(kSize * kSize * 4, device);
+  constexpr std::int64_t kLarge = 1024;
+  const DeviceBuffer operands(kLarge * kLarge * 4, device), result(kLarge * kLarge * 4, device);
   operands.fill(0, stream);
   Plans plans(device);
-  for (const DType dtype : {DType::kBF16, DType::kF32})
-    plans.run({.M = kSize, .N = kSize, .C = kSize, .dtype = dtype}, operands.data(), operands.data(), result.data(), stream);
+  for (const std::int64_t size : {std::int64_t{64}, kLarge}) {
+    for (const DType dtype : {DType::kBF16, DType::kF32}) {
+      for (const bool transpose_a : {false, true}) {
+        for (const bool transpose_b : {false, true}) {
+          plans.run({.M = size, .N = size, .C = size, .transpose_a = transpose_a, .transpose_b = transpose_b, .dtype = dtype}, operands.data(), operands.data(),
+                    result.data(), stream);
+        }
+      }
+    }
+  }
   stream.synchronize();
-  plans.close();
+  done.insert(device);
 }
 
 }  // namespace waybill::cuda
