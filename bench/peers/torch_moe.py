@@ -189,7 +189,7 @@ class Nothing(torch.autograd.Function):
 
 def captured(block, parameters, x, d_out):
     """A CUDA graph of forward + backward."""
-    leaf = x.clone().requires_grad_()
+    leaf = x.detach().clone().requires_grad_()
     step = lambda: torch.autograd.grad(block(leaf), (leaf, *parameters), d_out)  # noqa: E731
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
