@@ -32,6 +32,7 @@ __device__ __forceinline__ void write_row(const ExchangeParams& q, const MapWind
   const auto* cells = q.window<std::uint8_t>(rank, map.cells) + (tile.row + i) * shape.E;
   const auto* weights = q.window<float>(rank, map.weights) + (tile.row + i) * shape.E;
   if (lane == 0) q.window<RowMeta>(rank, shape.row_meta)[row] = RowMeta{slot, entry};
+#pragma unroll 1
   for (int e0 = 0; e0 < shape.E; e0 += 32) {
     const int e = e0 + lane;
     const bool mine = e < shape.E && cells[e] != 0 && rank_of_id(shape, e) == rank;
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(kPlanThreads) exchange_map_fill(const __grid_c
   const int* tiles = q.window<int>(rank, map.tiles) + blockIdx.x;
   const auto row_at = [&](int i, int r) { return tiles[static_cast<std::int64_t>(r) * num_tiles] + at.rows[i * P + r]; };
   const auto slot_at = [&](int i, int r) { return tiles[static_cast<std::int64_t>(P + r) * num_tiles] + at.slots[i * P + r]; };
+#pragma unroll 1
   for (int i = warp; i < tile.num_tokens; i += kPlanWarps) {
     const int t = tile.first + i;
     auto* entries = handle_part<RowEntry>(call, shape.h_entries) + static_cast<std::int64_t>(t) * shape.D;
