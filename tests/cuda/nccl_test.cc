@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 
 #include <filesystem>
+#include <optional>
+#include <thread>
 
 #include "cuda/exchange_harness.h"
 #include "cuda/node_harness.h"
@@ -258,6 +260,61 @@ TEST(TwoLevelNccl, TwoNodesOfTwoRanksOnTwoGpus) {
   for (const int ranks_per_node : {kNodesByTopology, 2}) {
     EXPECT_THAT(run_processes(4, [&](int rank) { return run_two_level(rank, 4, 2, ranks_per_node); }), ::testing::Each(0)) << ranks_per_node;
   }
+}
+
+// Rank `lost` ends, or sleeps, before a step of the others: 0 from each that names it in time.
+int lose_a_node(int rank, int P, int per_node, int lost, bool replayed, bool sleeps) {
+  play_node(rank, per_node);
+  NcclWorld world(NcclOptions{std::size_t{64} << 20, std::chrono::milliseconds(sleeps ? 2000 : 20000), per_node});
+  ExchangeConfig config = two_level_group(P, 1).config();
+  config.T_max = kNodeTokens;
+  NodeGpu gpu(
+      config, world.rail(), world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); },
+      [&](int, std::uint64_t offset) { return world.at<void>(offset); });
+  world.host_fabric().barrier("rank is there");
+  const CudaStream& stream = gpu.stream();
+  gpu.upload(0, two_level_group(P, 1), rank);
+  gpu.queue(stream), world.synchronize(stream, "the first step");
+  std::optional<GraphExec> graph;
+  if (replayed) graph = GraphExec::capture(stream, [&](cudaStream_t s) { gpu.queue(s); }), graph->launch(stream), world.synchronize(stream, "the second step");
+  world.host_fabric().barrier("all have come this far");
+  if (rank == lost) {
+    if (sleeps) std::this_thread::sleep_for(std::chrono::seconds(8));
+    ::_exit(7);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  std::string text;
+  try {
+    replayed ? graph->launch(stream) : gpu.queue(stream);
+    world.synchronize(stream, "a step");
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const std::string wanted = fmt::format("rank {} of node {}", lost, lost / per_node);
+  const bool is_named = text.find(wanted) != std::string::npos && text.find(sleeps ? "took longer than 2000 ms" : "its process has ended") != std::string::npos;
+  if (!is_named || seconds > 6) std::fprintf(stderr, "rank %d after %.1f s: \"%s\", wanted: %s\n", rank, seconds, text.c_str(), wanted.c_str());
+  stream.synchronize();  // nothing waits for the dead any more
+  try {
+    graph.reset(), gpu.queue(stream);
+  } catch (const Error& error) {
+    ::_exit(!is_named || seconds > 6 ? 1 : (error.code() == ErrorCode::kPeerFailed ? 0 : 2));
+  }
+  ::_exit(3);
+}
+
+TEST(TwoLevelNccl, ANodeThatDiesOrSleepsIsNamedByEveryRankAndNoneHangs) {
+  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
+  for (const bool replayed : {false, true}) {
+    EXPECT_THAT(run_processes(2, [&](int rank) { return lose_a_node(rank, 2, 1, 1, replayed, false); }), ::testing::ElementsAre(0, 7)) << replayed;
+  }
+  EXPECT_THAT(run_processes(2, [&](int rank) { return lose_a_node(rank, 2, 1, 0, false, false); }), ::testing::ElementsAre(7, 0));
+  EXPECT_THAT(run_processes(2, [&](int rank) { return lose_a_node(rank, 2, 1, 1, false, true); }), ::testing::ElementsAre(0, 7));
+}
+
+TEST(TwoLevelNccl, ALostRankOfATwoRankNodeIsNamedByTheOtherThree) {
+  WB_NEEDS_TWO_NCCL_GPUS();
+  EXPECT_THAT(run_processes(4, [](int rank) { return lose_a_node(rank, 4, 2, 3, false, false); }), ::testing::ElementsAre(0, 0, 0, 7));
 }
 
 TEST(NcclLibrary, AnotherVersionIsRefusedWithBoth) {

@@ -6,12 +6,13 @@ namespace {
 
 class NcclRail final : public Rail {
  public:
-  NcclRail(ncclComm_t comm, int rank, int ranks_per_node, int size) : comm_(comm), rank_(rank), per_node_(ranks_per_node), size_(size) {}
+  NcclRail(const ncclComm_t& comm, int rank, int ranks_per_node, int size) : comm_(comm), rank_(rank), per_node_(ranks_per_node), size_(size) {}
   int num_nodes() const override { return size_ / per_node_; }
   int node() const override { return rank_ / per_node_; }
   int ranks_per_node() const override { return per_node_; }
   void exchange(std::span<const RailMessage> messages, cudaStream_t stream) override {
     if (messages.empty()) return;
+    if (comm_ == nullptr) WB_FAIL(ErrorCode::kPeerFailed, "rank {} of {}: the group has lost a rank, no bytes go between its nodes any more", rank_, size_);
     const NcclLibrary& nccl = nccl_library();
     WB_TRY_NCCL(nccl.group_start());
     for (const RailMessage& m : messages) {
@@ -24,13 +25,13 @@ class NcclRail final : public Rail {
   }
 
  private:
-  ncclComm_t comm_;
+  const ncclComm_t& comm_;
   int rank_, per_node_, size_;
 };
 
 }  // namespace
 
-std::unique_ptr<Rail> make_nccl_rail(ncclComm_t comm, int rank, int ranks_per_node, int size) {
+std::unique_ptr<Rail> make_nccl_rail(const ncclComm_t& comm, int rank, int ranks_per_node, int size) {
   return std::make_unique<NcclRail>(comm, rank, ranks_per_node, size);
 }
 

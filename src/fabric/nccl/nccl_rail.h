@@ -10,7 +10,7 @@
 
 namespace waybill::cuda {
 
-// comm: of all ranks, node by node; must outlive the rail.
-std::unique_ptr<Rail> make_nccl_rail(ncclComm_t comm, int rank, int ranks_per_node, int size);
+// comm: of all ranks, node by node; must outlive the rail. Null once the group is given up: calls are refused then (kPeerFailed).
+std::unique_ptr<Rail> make_nccl_rail(const ncclComm_t& comm, int rank, int ranks_per_node, int size);
 
 }  // namespace waybill::cuda

@@ -3,23 +3,20 @@
 
 #include <netdb.h>
 #include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
 
+#include "fabric/nccl/nccl_socket.h"
 #include "waybill/error.h"
 
 namespace waybill::cuda {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = SocketClock;
 
 // Value of the first variable that is set; `otherwise` where none is.
 int number_of(std::initializer_list<const char*> names, int otherwise) {
@@ -32,40 +29,6 @@ int number_of(std::initializer_list<const char*> names, int otherwise) {
     return value;
   }
   return otherwise;
-}
-
-class Socket {
- public:
-  explicit Socket(int fd = -1) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Socket(Socket&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int fd() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-int left_ms(Clock::time_point end) {
-  return static_cast<int>(std::max<std::int64_t>(0, std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count()));
-}
-
-// All of `bytes`, or false.
-template <class Step>
-bool move_all(int fd, std::size_t bytes, short event, Clock::time_point end, const Step& step) {
-  for (std::size_t done = 0; done < bytes;) {
-    pollfd wait{fd, event, 0};
-    if (::poll(&wait, 1, left_ms(end)) <= 0) return false;
-    const ssize_t moved = step(done);
-    if (moved <= 0) return false;
-    done += static_cast<std::size_t>(moved);
-  }
-  return true;
 }
 
 void serve(const ProcessRank& self, const void* data, std::size_t bytes, Clock::time_point end) {
@@ -83,8 +46,7 @@ void serve(const ProcessRank& self, const void* data, std::size_t bytes, Clock::
     }
     const Socket peer(::accept(listener.fd(), nullptr, nullptr));
     if (peer.fd() < 0) continue;
-    const auto* from = static_cast<const char*>(data);
-    if (move_all(peer.fd(), bytes, POLLOUT, end, [&](std::size_t done) { return ::send(peer.fd(), from + done, bytes - done, MSG_NOSIGNAL); })) ++served;
+    if (send_all(peer.fd(), data, bytes, end)) ++served;
   }
 }
 
@@ -95,8 +57,7 @@ bool fetch(const ProcessRank& self, void* data, std::size_t bytes, Clock::time_p
   const Socket peer(::socket(AF_INET, SOCK_STREAM, 0));
   const bool connected = ::connect(peer.fd(), found->ai_addr, found->ai_addrlen) == 0;
   ::freeaddrinfo(found);
-  auto* to = static_cast<char*>(data);
-  return connected && move_all(peer.fd(), bytes, POLLIN, end, [&](std::size_t done) { return ::recv(peer.fd(), to + done, bytes - done, 0); });
+  return connected && receive_all(peer.fd(), data, bytes, end);
 }
 
 }  // namespace

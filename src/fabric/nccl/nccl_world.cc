@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fabric/nccl/nccl_world.h"
 
+#include <chrono>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/cuda/cuda_error.h"
@@ -31,7 +34,8 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
       device_(choose_device(self)),
       arena_bytes_(rounded(rounded(sizeof(DeviceControl), kAlignment) + options.arena_bytes, kPage)),
       used_(rounded(sizeof(DeviceControl), kAlignment)),
-      timeout_ns_(static_cast<std::uint64_t>(options.timeout.count()) * 1000000u) {
+      timeout_ns_(static_cast<std::uint64_t>(options.timeout.count()) * 1000000u),
+      side_(device_) {
   WB_CHECK(options.ranks_per_node != kOneNode || self.size <= kMaxDevicePeers, "a node has 1 to {} ranks, got P = {}", kMaxDevicePeers, self.size);
   WB_CHECK(options.timeout.count() > 0, "the timeout must be positive, got {} ms", options.timeout.count());
   const NcclLibrary& nccl = nccl_library();
@@ -49,6 +53,7 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   WB_TRY_CUDA(cudaDeviceSynchronize());
   map_arena(choose_nodes(options.ranks_per_node));
   rail_ = make_nccl_rail(comm_, self.rank, peers_.size, self.size);
+  if (num_nodes() > 1) lifeline_ = std::make_unique<Lifeline>(*fabric_, self, peers_.size, options.timeout);
   fabric_->barrier("nccl arena is there");
 }
 
@@ -105,10 +110,55 @@ NcclWorld::~NcclWorld() {
 }
 
 void NcclWorld::abandon() noexcept {
-  if (comm_ == nullptr) return;
   fabric_.reset();
-  (void)nccl_library().comm_abort(comm_);
-  comm_ = nullptr;  // the arena stays mapped until the process ends
+  if (comm_ != nullptr) (void)nccl_library().comm_abort(std::exchange(comm_, nullptr));  // the arena stays mapped until the process ends
+}
+
+void NcclWorld::synchronize(cudaStream_t stream, const char* what) {
+  if (lifeline_ == nullptr) {
+    WB_TRY_CUDA(cudaStreamSynchronize(stream));
+    return;
+  }
+  const auto name = [&](int rank) { return fmt::format("rank {} of node {}", rank, rank / peers_.size); };
+  const std::chrono::nanoseconds timeout(timeout_ns_);
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  while (true) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state != cudaErrorNotReady) WB_TRY_CUDA(state);
+    // Read behind the stream's state: a neighbour that gave up has said so before it let its kernels go on.
+    ncclResult_t error = comm_ == nullptr ? ncclRemoteError : ncclSuccess;
+    if (comm_ != nullptr) WB_TRY_NCCL(nccl_library().comm_get_async_error(comm_, &error));
+    int lost = lifeline_->lost();
+    const bool has_failed = error != ncclSuccess && error != ncclInProgress;
+    for (int i = 0; has_failed && lost < 0 && i < 100; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10)), lost = lifeline_->lost();
+    if (lost >= 0) {
+      lifeline_->tell(lost);
+      give_up(stream, ErrorCode::kPeerFailed, fmt::format("rank {} of {}: {}: {} is lost, its process has ended", self_.rank, self_.size, what, name(lost)));
+    }
+    if (has_failed)
+      give_up(stream, ErrorCode::kPeerFailed, fmt::format("rank {} of {}: {}: NCCL: {}", self_.rank, self_.size, what, nccl_library().error_string(error)));
+    if (state == cudaSuccess) return;
+    if (std::chrono::steady_clock::now() < end) {
+      std::this_thread::yield();
+      continue;
+    }
+    std::string late;
+    const std::vector<int> silent = lifeline_->silent(std::chrono::milliseconds(500));
+    for (const int rank : silent) late += (late.empty() ? "" : ", ") + name(rank);
+    if (!silent.empty()) lifeline_->tell(silent.front());
+    give_up(stream, ErrorCode::kTimeout,
+            fmt::format("rank {} of {}: {} took longer than {} ms; {}", self_.rank, self_.size, what, timeout_ns_ / 1000000u,
+                        late.empty() ? "all neighbours answer" : "no answer from " + late));
+  }
+}
+
+// Makes every kernel on `stream` leave: waits inside the node by their poison, NCCL's by an abort, which itself waits for graphs to be destroyed.
+void NcclWorld::give_up(cudaStream_t stream, ErrorCode code, const std::string& text) {
+  (void)cudaMemsetAsync(&at<DeviceControl>(0)->poison, 1, sizeof(std::uint32_t), side_);
+  if (comm_ != nullptr) std::thread([comm = std::exchange(comm_, nullptr)] { (void)nccl_library().comm_abort(comm); }).detach();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (cudaStreamQuery(stream) == cudaErrorNotReady && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  WB_FAIL(code, "{}", text);
 }
 
 std::uint64_t NcclWorld::window(const std::string& name, std::size_t bytes) {

@@ -14,6 +14,7 @@
 #include "fabric/cuda_local/cuda_local_kernels.h"
 #include "fabric/cuda_local/rail.h"
 #include "fabric/nccl/nccl_library.h"
+#include "fabric/nccl/nccl_lifeline.h"
 #include "fabric/nccl/nccl_rendezvous.h"
 #include "waybill/fabric.h"
 
@@ -55,6 +56,12 @@ class NcclWorld {
   }
   LocalRanks local_ranks() const;  // this rank alone, with the table of its node
 
+  // Waits for what `stream` holds; a group of several nodes must wait so, because kernels of NCCL that wait for a lost node never end by themselves.
+  // kPeerFailed naming node and rank of a process that has ended, on every rank that calls this; kTimeout naming who does not answer when `what` takes longer
+  // than NcclOptions::timeout. The stream is free again then (its results are worthless), rail() refuses, and abandon() is what is left; graphs that hold
+  // messages of the rail must be destroyed. One node: cudaStreamSynchronize, its kernels have timeouts of their own.
+  void synchronize(cudaStream_t stream, const char* what);
+
   // As CudaLocalGroup: of this rank. clear_errors() is collective, with no kernel running anywhere.
   std::string first_error() const;
   void clear_errors();
@@ -65,6 +72,7 @@ class NcclWorld {
  private:
   int choose_nodes(int wanted);
   void map_arena(int ranks_per_node);
+  [[noreturn]] void give_up(cudaStream_t stream, ErrorCode code, const std::string& text);
 
   ProcessRank self_;
   int device_;
@@ -74,6 +82,8 @@ class NcclWorld {
   std::size_t arena_bytes_, used_;
   std::uint64_t timeout_ns_;
   DevPeers peers_{};
+  CudaStream side_;                     // reaches the arena while kernels wait
+  std::unique_ptr<Lifeline> lifeline_;  // several nodes
   std::unique_ptr<Fabric> fabric_;
   std::unique_ptr<Rail> rail_;
 };
