@@ -3,17 +3,45 @@
 # Plants known faults in the CUDA router and the CUDA exchange, one at a time, and confirms that their GPU tests fail for each. Needs a GPU and nvcc.
 #   scripts/gpu_faults.sh OUT [fault ...]     OUT: a folder that scripts/gpu_build.sh OUT test_cuda_router test_cuda_exchange has filled (its objects are
 #                                             reused; faults of a program that is not there are left out)
+#   scripts/gpu_faults.sh --build DIR OUT [fault ...]   only builds: DIR/<fault>/{test,filter}, for a machine with a GPU but without the build's packages
+#   scripts/gpu_faults.sh --run DIR [fault ...]         runs what --build has made, by GPU in CUDA_VISIBLE_DEVICES, JOBS (1) at a time
 # The sources are not changed: the folder of the kernels is copied, the fault is planted in the copy, the one unit it shows in is compiled.
 # Exit code 1 when a fault is not caught (or no longer applies). docs/testing.md lists the faults.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$1
-shift
+mode=all build_to= out=
+case ${1:-} in
+  --build) mode=build build_to=$2 out=$3; shift 3 ;;
+  --run) mode=run build_to=$2; shift 2 ;;
+  *) out=$1; shift ;;
+esac
 only=" $* "
+run_fault() { # folder with test and filter, name
+  timeout 120 "$1/test" --gtest_fail_fast --gtest_filter="$(cat "$1/filter")" >"$1/test.log" 2>&1
+  local code=$?
+  if [ $code = 0 ]; then
+    echo "$2: NOT CAUGHT by $(cat "$1/filter")"
+    echo 1 >"$1/failed"
+  else
+    echo "$2: caught (exit code $code) by $(grep -oE '^\[  FAILED  \] [A-Za-z.]+' "$1/test.log" | awk '{print $4}' | sort -u | tr '\n' ' ')"
+  fi
+}
+if [ $mode = run ]; then
+  export -f run_fault
+  for folder in "$build_to"/*/; do
+    name=$(basename "$folder")
+    [ "$only" = "  " ] || [[ $only == *" $name "* ]] || continue
+    rm -f "$folder/failed"
+    printf '%s %s\n' "${folder%/}" "$name"
+  done | xargs -P "${JOBS:-1}" -L1 bash -c 'run_fault "$0" "$1"'
+  ! ls "$build_to"/*/failed >/dev/null 2>&1
+  exit
+fi
 deps=${WAYBILL_GPU_DEPS:-}
 nvcc=${NVCC:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
 cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
-work=$(mktemp -d)
+work=${build_to:-$(mktemp -d)}
+mkdir -p "$work"
 area() { # program, folder of the kernels: what the plants below are for
   program=$1 kernels=$2
   sources=$(GPU_BUILD_LIST=$program scripts/gpu_build.sh "$out")
@@ -36,17 +64,17 @@ P
     2>"$folder/compile.log" || { echo "$name: does not compile"; tail -3 "$folder/compile.log"; echo 1 >"$folder/failed"; return; }
   local objects=$folder/unit.o source
   for source in $sources; do
-    [ "$source" = "src/$kernels/$unit" ] || objects+=" $out/obj/$(echo "$source" | tr '/' '_').o"
+    [ "$source" = "src/$kernels/$unit" ] || [ ! -f "$source" ] || objects+=" $out/obj/$(echo "$source" | tr '/' '_').o"
   done
   g++ -o "$folder/test" $objects ${deps:+-L$deps/lib} -lgtest -lgmock -L"$cuda/lib64" -lcudart_static -ldl -lrt -pthread 2>"$folder/link.log" ||
     { echo "$name: does not link"; tail -3 "$folder/link.log"; echo 1 >"$folder/failed"; return; }
-  timeout 120 "$folder/test" --gtest_filter="$6" >"$folder/test.log" 2>&1
-  if [ $? = 0 ]; then
-    echo "$name: NOT CAUGHT by $6"
-    echo 1 >"$folder/failed"
-  else
-    echo "$name: caught by $(grep -oE '^\[  FAILED  \] [A-Za-z.]+' "$folder/test.log" | awk '{print $4}' | sort -u | tr '\n' ' ')"
+  echo "$6" >"$folder/filter"
+  if [ $mode = build ]; then
+    strip "$folder/test"
+    rm -rf "$folder/unit.o" "${folder:?}/${kernels%%/*}"
+    return
   fi
+  run_fault "$folder" "$name"
 }
 area test_cuda_router ops/router/cuda
 all='RouterForwardCuda.*:RouterBackwardCuda.*'
@@ -59,20 +87,25 @@ plant sums_row router_forward_sums.cuh router_forward_sums_f32.cu 'for (int r = 
 plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise ? dot : 0.0f))' 'w[s] * g[s]' "$all" &
 wait
 area test_cuda_exchange exchange/cuda
-all='Ranks/ExchangeCuda.*:Ranks/ExchangeChunksCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*'
+ranks='Ranks/ExchangeCuda.*' chunks='Ranks/ExchangeChunksCuda.*' layout='Ranks/ExchangeCuda.*:ExchangeLayoutCuda.*'
+all='Ranks/ExchangeCuda.*:Ranks/ExchangeChunksCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*:ExchangeLayoutCuda.*'
 plant rows plan_entries.cuh plan_fused_i16.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
 plant within plan_entries.cuh plan_fused_i16.cu 'slot_start[tile_token(i) * P + r] + routes.before[i][c];' 'slot_start[tile_token(i) * P + r];' "$all" &
 plant budget plan_counts.cuh plan_fused_i16.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand < shape.slot_budget' "$all" &
 plant epoch plan_counts.cuh plan_fused_i16.cu '  close_epoch(q, rank, kSignalCounts, epoch);' '' "$all" &
 plant below layout_tile.cuh layout_scatter.cu '__popc(word & ((1u << (row & 31)) - 1))' '__popc(word)' "$all" &
-plant padding layout_scatter.cu layout_scatter.cu 'if (shape.alignment > 1) write_padding(q, call, num_tiles);' '' "$all" &
-plant sum sum_ring.cuh combine_bulk.cu 'd == 0 ? part : sum[i][j] + part' 'd == 0 ? part : part' "$all" &
-plant ring_weight sum_ring.cuh unpermute_bulk.cu 'kWeighted ? weight * x[j] : x[j]' 'x[j]' "$all" &
-plant chunk_count exchange_signal.cuh dispatch_bulk.cu 'if (is_last != 0) *done = 0;' '' "$all" &
-plant chunk_wait combine_parts.cuh reduce_combine.cu 'ok = await_chunk(q_, rank_, kChunkPartials, entry.rank, (entry.row - base_[entry.rank]) >> q_.shape.chunk_shift, epoch_);' 'ok = true;' "$all" &
-plant chunk_order slot_parts.cuh reduce_combine.cu '(chunk(order) << shift) + (order & ((1 << shift) - 1))' '(order & ((1 << shift) - 1))' "$all" &
-plant own_rows permute.cu permute.cu 'Rows::kFromX ? entry / shape.D : row' 'Rows::kFromX ? entry : row' "$all" &
-plant arriving_wait permute.cu permute.cu 'if (num_pieces > 0 && !await_row(q, call, rank, rows, items.row(item), entry)) return;' '' "$all:Ranks/ExchangeTwoGpus.RanksUp*" &
+plant tile_before layout_fused.cu layout_fused.cu 'before += t < tile ? n : 0' 'before += t <= tile ? n : 0' "$layout" &
+plant tile_scan layout_fused.cu layout_fused.cu 'before += w < warp ? parts[w][lane] : 0' 'before += 0' "$layout" &
+plant layout_padding layout_fused.cu layout_fused.cu 'if (a > 1 && e % num_ctas' 'if (false && e % num_ctas' "$layout" &
+plant layout_wait layout_fused.cu layout_fused.cu 'counted.arrive(), counted.wait();' 'counted.arrive();' "$layout" &
+plant padding layout_scatter.cu layout_scatter.cu 'if (header.S_padded > header.S) write_padding(q, call, static_cast<int>(gridDim.x));' '' "$all" &
+plant sum sum_ring.cuh combine_bulk.cu 'd == 0 ? part : sum[i][j] + part' 'd == 0 ? part : part' "$ranks" &
+plant ring_weight sum_ring.cuh unpermute_bulk.cu 'kWeighted ? weight * x[j] : x[j]' 'x[j]' "$chunks" &
+plant chunk_count exchange_signal.cuh dispatch_bulk.cu 'if (is_last != 0) *done = 0;' '' "$chunks" &
+plant chunk_wait combine_parts.cuh reduce_combine.cu 'ok = await_chunk(q_, rank_, kChunkPartials, entry.rank, (entry.row - base_[entry.rank]) >> q_.shape.chunk_shift, epoch_);' 'ok = true;' "$chunks" &
+plant chunk_order slot_parts.cuh reduce_combine.cu '(chunk(order) << shift) + (order & ((1 << shift) - 1))' '(order & ((1 << shift) - 1))' "$chunks" &
+plant own_rows permute.cu permute.cu 'Rows::kFromX ? entry / shape.D : row' 'Rows::kFromX ? entry : row' "$ranks" &
+plant arriving_wait permute.cu permute.cu 'if (num_pieces > 0 && !await_row(q, call, rank, rows, items.row(item), entry)) return;' '' "Ranks/ExchangeTwoGpus.RanksUp*" &
 plant node_place node_routes.cu node_routes.cu 'rows + place_of(' 'place_of(' 'Nodes/NodeExchangeCuda.*' &
 plant node_trim node_routes.cu node_routes.cu 'const int rows = min(max(received[m].rows, 0), args.T_max);' 'const int rows = args.T_max;' 'Nodes/NodeExchangeCuda.*' &
 plant node_sum node_rows.cu node_rows.cu 'is_first ? x[j] : sum[j] + x[j]' 'x[j]' 'Nodes/NodeExchangeCuda.*' &

@@ -18,6 +18,7 @@
 #include "bench/cuda/exchange_group.h"
 #include "bench/cuda/exchange_processes.h"
 #include "bench/cuda/exchange_record.h"
+#include "bench/cuda/exchange_sweeps.h"
 #include "bench/cuda/exchange_tune.h"
 #include "bench/cuda/run_main.h"
 
@@ -96,12 +97,16 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
          want.gather, ok);
   if (c.scale_bytes > 0) return;
   measure_without_weights(g, name, fresh, ok);
+  // Chunks pay where rows are large (docs/perf/exchange.md): the target is the better way's.
+  const bool is_small = c.H * 2 < 4096;
   record("x to rows for the GEMM", name, "permuted copy, serial",
-         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy, 0, ok);
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s), g.permute(p, s); }), fresh + copy,
+         is_small ? want.copy : 0, ok);
   record("x to rows for the GEMM", name, "permuted copy", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute(p, i, s); }),
          fresh + copy, 0, ok);
   record("x to rows for the GEMM", name, "permuted copy, in chunks",
-         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute_chunks(p, i, s); }), std::max(fresh, copy), want.copy, ok);
+         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_permute_chunks(p, i, s); }), std::max(fresh, copy),
+         is_small ? 0 : want.copy, ok);
   record("permute", name, "", time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }), copy, 0, ok);
   record("unpermute_reduce", name, "", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }), copy, 0, ok);
   record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
@@ -273,11 +278,12 @@ void tune_local(const ExchangeShapeCase& c) {
   if (!g_filter.takes(name)) return;
   ExchangeGroup g(c, 1, {0});
   if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
-  tune_reduce(g, name);
+  if (g_parts.find("reduce") != std::string::npos) tune_reduce(g, name);
+  if (g_parts.find("permute") != std::string::npos) sweep_permute(g, name);
 }
 
 void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
-  const std::string name = fmt::format("T{} H{} K{} E{}", c.T, c.H, c.K, c.E);
+  const std::string name = fmt::format("T{} H{} K{} E{}{}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "");
   if (!g_filter.takes(name)) return;
   ExchangeGroup g(c, 2, devices);
   if (!g.check()) g_all_match = false, fmt::print("{}: WRONG\n", name);
@@ -286,6 +292,9 @@ void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   if (wanted("combine")) tune_combine(g, name);
   if (wanted("overlap")) tune_overlap(g, name);
   if (wanted("reduce")) tune_reduce(g, name);
+  if (wanted("early")) sweep_early_dispatch(g, name);
+  if (wanted("expert_rows") && c.scale_bytes == 0) sweep_expert_rows(g, name);
+  if (wanted("permute") && c.scale_bytes == 0) sweep_permute(g, name);
 }
 
 // A table from three sizes of row.
@@ -352,7 +361,7 @@ int main_checked(int argc, char** argv) {
       write_table(path + ".tuning", devices);
       return g_all_match ? 0 : 1;
     }
-    tune(deepseek, devices), tune(sparser, devices);
+    tune(deepseek, devices), tune(sparser, devices), tune(sparse, devices), tune(quantized, devices);
     tune_local({65536, 512, 5, 32, 0, 0.9}), tune_local({8192, 7168, 4, 128});
     g_filter.check_used();
     return g_all_match ? 0 : 1;

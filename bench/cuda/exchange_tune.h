@@ -2,6 +2,8 @@
 // The search that fills a table of exchange/tuning_table.h: one row of it from measurements of one shape.
 #pragma once
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "bench/cuda/exchange_group.h"
@@ -9,11 +11,26 @@
 
 namespace waybill::cuda {
 
+// What one step of the search has come to.
+struct TuneChoice {
+  std::string what, numbers;  // the row of the table
+  StepTime us;                // of the one that was taken
+  double fastest_us = 0;
+  std::size_t candidates = 0;
+  std::int64_t iterations = 0;
+};
+
+inline void print_choice(const TuneChoice& c) {
+  fmt::print("tune {:<20} {:.1f} us, fastest of {} {:.1f}: {}\n", c.what, c.us.p50, c.candidates, c.fastest_us, c.numbers);
+}
+
 class RowSearch {
  public:
   using Part = ExchangeGroup::Part;
   // row_bytes: what the row of the table is for.
-  RowSearch(ExchangeGroup& group, std::int64_t row_bytes) : group_(group) { row_ = tuning_for(built_in_tuning(), row_bytes), row_.row_bytes = row_bytes; }
+  RowSearch(ExchangeGroup& group, std::int64_t row_bytes, std::function<void(const TuneChoice&)> tell = print_choice) : group_(group), tell_(std::move(tell)) {
+    row_ = tuning_for(built_in_tuning(), row_bytes), row_.row_bytes = row_bytes;
+  }
 
   // SMs are one budget: of the candidates within 1% of the fastest the one with the fewest CTAs, which come first, is taken. Steps later in the
   // list run with what the earlier ones chose.
@@ -61,16 +78,19 @@ class RowSearch {
     group_.set_tuning(t);
   }
   void choose(const char* what, const std::vector<RowTuning>& candidates, const ExchangeGroup::Step& step) {
-    std::vector<double> us;
-    for (const RowTuning& candidate : candidates) apply(candidate), us.push_back(group_.time(step, 6, 9).p50);
-    const double best = *std::min_element(us.begin(), us.end());
+    constexpr int kSteps = 6, kReplays = 9;
+    std::vector<StepTime> us;
+    for (const RowTuning& candidate : candidates) apply(candidate), us.push_back(group_.time(step, kSteps, kReplays));
+    const double best = std::min_element(us.begin(), us.end(), [](const StepTime& a, const StepTime& b) { return a.p50 < b.p50; })->p50;
     std::size_t taken = 0;
-    while (us[taken] > 1.01 * best) ++taken;
+    while (us[taken].p50 > 1.01 * best) ++taken;
     row_ = candidates[taken];
-    fmt::print("tune {:<20} {} bytes: {:.1f} us, fastest of {} {:.1f}\n", what, row_.row_bytes, us[taken], us.size(), best);
+    const std::string table = format_tuning(TuningTable{row_});
+    tell_({what, table.substr(table.find('\n') + 1, table.rfind('\n') - table.find('\n') - 1), us[taken], best, us.size(), kSteps * kReplays});
   }
 
   ExchangeGroup& group_;
+  std::function<void(const TuneChoice&)> tell_;
   RowTuning row_;
 };
 

@@ -3,15 +3,14 @@
 #include <cstring>
 
 #include "exchange/impl.h"
+#include "exchange/tuning_table.h"
 
 namespace waybill {
 namespace {
 
-constexpr std::int64_t kRowGrain = 64;
-
 void gather_rows(const RoutePlan& plan, std::int64_t begin, std::int64_t end, const TensorView& x, std::byte* target, ThreadPool* pool) {
   const std::size_t row_bytes = static_cast<std::size_t>(x.shape[1]) * size_bytes(x.dtype);
-  parallel_for(pool, end - begin, kRowGrain, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(pool, end - begin, cpu_tuning().copy_rows, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {
       std::memcpy(target + static_cast<std::size_t>(i) * row_bytes, row_pointer(x, plan.row_token[static_cast<std::size_t>(begin + i)]), row_bytes);
     }

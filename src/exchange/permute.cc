@@ -5,11 +5,11 @@
 #include <type_traits>
 
 #include "exchange/impl.h"
+#include "exchange/tuning_table.h"
 
 namespace waybill {
 namespace {
 
-constexpr std::int64_t kRowGrain = 32;
 constexpr std::int64_t kLanes = 16;
 
 // Runs body with a null pointer of the element type.
@@ -57,7 +57,7 @@ void permute(const ReceiveLayout& layout, const TensorView& rows, const TensorVi
   check_rows("permute: y", y, layout.S_padded(), H);
   WB_CHECK(rows.dtype == y.dtype, "permute: rows are {}, y is {}", to_string(rows.dtype), to_string(y.dtype));
   const std::size_t row_bytes = static_cast<std::size_t>(H) * size_bytes(y.dtype);
-  parallel_for(stream.pool, layout.S_padded(), kRowGrain, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(stream.pool, layout.S_padded(), cpu_tuning().permute_rows, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t s = first; s < last; ++s) {
       const std::int32_t row = layout.slot_row[static_cast<std::size_t>(s)];
       if (row < 0)
@@ -75,7 +75,7 @@ void unpermute_reduce(const ReceiveLayout& layout, const TensorView& y, bool wei
   WB_CHECK(z.dtype == DType::kF32, "unpermute_reduce: z must be f32, got {}", z.describe());
   with_type(y.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    parallel_for(stream.pool, layout.R(), kRowGrain, [&](std::int64_t first, std::int64_t last) {
+    parallel_for(stream.pool, layout.R(), cpu_tuning().permute_rows, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t r = first; r < last; ++r) {
         float* sum = typed_row<float>(z, r);
         const std::int64_t begin = layout.row_slot_offsets[static_cast<std::size_t>(r)], end = layout.row_slot_offsets[static_cast<std::size_t>(r) + 1];
@@ -101,7 +101,7 @@ void unpermute_reduce_backward(const ReceiveLayout& layout, const TensorView& y,
   WB_CHECK(dz.dtype == DType::kF32, "unpermute_reduce_backward: dz must be f32, got {}", dz.describe());
   if (d_weight != nullptr) check_rows("unpermute_reduce_backward: y", y, layout.S_padded(), H);
   const auto for_slots = [&](const auto& body) {
-    parallel_for(stream.pool, layout.S_padded(), kRowGrain, [&](std::int64_t first, std::int64_t last) {
+    parallel_for(stream.pool, layout.S_padded(), cpu_tuning().permute_rows, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t s = first; s < last; ++s) body(s, layout.slot_row[static_cast<std::size_t>(s)]);
     });
   };

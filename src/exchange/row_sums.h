@@ -7,10 +7,9 @@
 #include <vector>
 
 #include "exchange/impl.h"
+#include "exchange/tuning_table.h"
 
 namespace waybill {
-
-inline constexpr std::int64_t kTokenGrain = 32;
 
 // sum = values, or sum += values; fp32 or bf16.
 template <bool kFirst, class T>
@@ -28,7 +27,7 @@ void sum_lists(const std::vector<std::int64_t>& offsets, const std::vector<std::
     if (begin == end) std::fill(sum, sum + H, 0.0f);
     for (std::int64_t i = begin; i < end; ++i) add(list[static_cast<std::size_t>(i)], i == begin, sum);
   };
-  parallel_for(pool, out.shape[0], kTokenGrain, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(pool, out.shape[0], cpu_tuning().sum_tokens, [&](std::int64_t first, std::int64_t last) {
     if (out.dtype == DType::kF32) {
       for (std::int64_t row = first; row < last; ++row) sum_list(row, reinterpret_cast<float*>(row_pointer(out, row)));
       return;

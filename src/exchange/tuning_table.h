@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tuning of the GPU exchange as data: a row of numbers for each size of row. Speed only, never results. `bench_cuda_exchange OUT.jsonl --tune` sweeps
-// them and writes a table; WAYBILL_EXCHANGE_TUNING names the file of one that replaces the built-in table (H200).
+// Tuning of the exchange as data: grains of the CPU engine, and for GPUs a row of numbers for each size of row. Speed only, never results. `waybill bench
+// exchange --tune FILE` searches them on this machine and writes a table (`bench_cuda_exchange OUT.jsonl --tune`: its three sizes of row);
+// WAYBILL_EXCHANGE_TUNING names the file of one that replaces what is built in (GPUs: H200).
 //
-// A file has a line for each row, numbers in the order of the members, rows by ascending row_bytes; # starts a comment.
+// A file has a line "cpu" with the numbers of CpuTuning, and a line of RowTuning for each size of row, numbers in the order of the members, rows by ascending
+// row_bytes; either kind may be missing. # starts a comment.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +25,32 @@ struct RowTuning {
 
   bool operator==(const RowTuning&) const = default;
 };
+// Rows that a task of the thread pool takes at a time.
+struct CpuTuning {
+  int copy_rows = 64;     // dispatch
+  int permute_rows = 32;  // permute, its counterpart and its backward
+  int sum_tokens = 32;    // combine
+
+  bool operator==(const CpuTuning&) const = default;
+};
 using TuningTable = std::vector<RowTuning>;
 
 const TuningTable& built_in_tuning();
 // The table of WAYBILL_EXCHANGE_TUNING or the built-in one; read once.
 const TuningTable& tuning_table();
+// The CPU engine's: of WAYBILL_EXCHANGE_TUNING or built in, until set_cpu_tuning() replaces it (before ranks run).
+CpuTuning cpu_tuning();
+void set_cpu_tuning(const CpuTuning& tuning);
 const RowTuning& tuning_for(const TuningTable& table, std::int64_t row_bytes);
 
-// kInvalidArgument naming `name` and the line: not nine whole numbers, sizes that do not ascend, numbers out of range, no row at all.
+// The table with `row` in its place, instead of one of the same size.
+TuningTable with_row(TuningTable table, const RowTuning& row);
+
+// kInvalidArgument naming `name` and the line: not nine whole numbers (cpu: three), sizes that do not ascend, two cpu lines, numbers out of range, a file
+// without any line. What a file does not have is built in.
 TuningTable parse_tuning(std::string_view text, const std::string& name);
+CpuTuning parse_cpu_tuning(std::string_view text, const std::string& name);
 std::string format_tuning(const TuningTable& table);
+std::string format_tuning(const CpuTuning& tuning);
 
 }  // namespace waybill

@@ -10,12 +10,10 @@
 namespace waybill {
 namespace {
 
-constexpr std::int64_t kRowGrain = 64;
-
 // target[i] = source row index_of(i), for i in [0, count).
 template <class Index>
 void gather(std::int64_t count, std::size_t row_bytes, std::byte* target, ThreadPool* pool, const Index& row_at) {
-  parallel_for(pool, count, kRowGrain, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(pool, count, cpu_tuning().copy_rows, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) std::memcpy(target + static_cast<std::size_t>(i) * row_bytes, row_at(i), row_bytes);
   });
 }

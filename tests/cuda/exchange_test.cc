@@ -32,6 +32,8 @@ TEST_P(ExchangeCuda, EqualsTheCpuEngineToTheBit) {
       options.tuning.dispatch = path, options.weighted = half, options.handshake = half;
       options.tuning.combine = path == DispatchPath::kPush ? CombinePath::kPull : CombinePath::kBulk;
       options.split_permute = half, options.tuning.fused_plan = half == (path == DispatchPath::kBulk);
+      options.tuning.fused_layout = path == DispatchPath::kPush;
+      options.tuning.early_dispatch = half ? 1 : -1, options.tuning.permute_parts = half ? 3 : 0;
       options.x_dtype = half ? DType::kBF16 : DType::kF32, options.out_dtype = options.x_dtype;
       ExchangeConfig config = config_of(group);
       config.combine_wire = half ? CombineWire::kBF16 : CombineWire::kF32, config.alignment = half ? 8 : 1;
@@ -39,6 +41,36 @@ TEST_P(ExchangeCuda, EqualsTheCpuEngineToTheBit) {
       if (HasFatalFailure()) return;
     }
   }
+}
+
+// Few and many counts, few and many tiles, with and without padding.
+TEST(ExchangeLayoutCuda, OneLaunchOfManyTilesGivesTheSameBits) {
+  WB_NEEDS_GPU();
+  for (const Case& c : {Case{1, 3000, 4, 4096, 64}, Case{2, 700, 36, 2304, 64}, Case{2, 2500, 8, 64, 64}, Case{8, 300, 8, 1024, 64}}) {
+    const ts::Group group = ts::random_group(ragged_tokens(c.P, c.T), c.K, c.E, c.H, RandomRoute{.seed = 12}, false);
+    for (const std::int64_t alignment : {1, 16}) {
+      GpuOptions options;
+      options.tuning.fused_layout = true;
+      ExchangeConfig config = config_of(group);
+      config.alignment = alignment;
+      compare(group, config, options, fmt::format("P {}, T {}, alignment {}", c.P, c.T, alignment));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// The first tile of rows has 128 slots a row, the others one: what they add up must have waited for it.
+TEST(ExchangeLayoutCuda, ASlowTileIsWaitedFor) {
+  WB_NEEDS_GPU();
+  ts::Group group = ts::random_group({1500}, 128, 256, 64, RandomRoute{.seed = 13}, false);
+  const RouteView& route = group.routes[0].view();
+  for (std::int64_t t = 128; t < route.T; ++t) {
+    for (std::int64_t k = 0; k < route.K; ++k)
+      route.set_id(t, k, k == 0 ? static_cast<std::int32_t>(t % 256) : -1), route.weights[t * route.K + k] = k == 0 ? 1.0f : 0.0f;
+  }
+  GpuOptions options;
+  options.tuning.fused_layout = true;
+  compare(group, config_of(group), options, "a slow tile");
 }
 
 TEST_P(ExchangeCuda, PullDispatchAndPushCombineGiveTheSameBits) {

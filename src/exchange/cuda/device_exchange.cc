@@ -11,6 +11,8 @@ namespace waybill::cuda {
 
 namespace {
 
+constexpr int kLateRowBytes = 8192;
+
 int attribute(cudaDeviceAttr which, int device) {
   int value = 0;
   WB_TRY_CUDA(cudaDeviceGetAttribute(&value, which, device));
@@ -52,6 +54,7 @@ DeviceExchange::DeviceExchange(const ExchangeConfig& config, const ExpertPlaceme
   {
     const DeviceGuard guard(device);
     plan_fused_ctas_ = s.K <= kMaxPlanK ? plan_fused_ctas(s, num_sms_) : 0;
+    layout_fused_ctas_ = layout_fused_ctas(s, num_sms_);
   }
   for (int i = 0; i < ranks.count; ++i) {
     status_.emplace_back(device);
@@ -151,6 +154,11 @@ void DeviceExchange::plan(DeviceHandle& handle, std::span<const DeviceRoute> rou
 
 void DeviceExchange::layout(const DeviceHandle& handle, cudaStream_t stream) const {
   const ExchangeParams q = with(handle);
+  // At most half of what the GPU holds: the CTAs wait for each other, and others' kernels run beside them.
+  if (tuning_.fused_layout && !map_.enabled && 2 * layout_tiles_of(q.shape) * num_ranks() <= layout_fused_ctas_) {
+    launch_layout_fused(q, tuning_.overlap_launches, stream);
+    return check_launch("exchange_layout_fused");
+  }
   launch_layout_count(q, tuning_.overlap_launches, stream);
   check_launch("exchange_layout_count");
   launch_layout_scan(q, tuning_.overlap_launches, stream);
@@ -219,8 +227,10 @@ void DeviceExchange::queue_dispatch(const ExchangeParams& q, DispatchArgs args, 
   const auto room = static_cast<std::size_t>(max_smem_ - 4096);
   while (warps > 1 && dispatch_bulk_smem(args, q.shape.D, warps) > room) --warps;
   const std::size_t smem = dispatch_bulk_smem(args, q.shape.D, warps);
-  // Never beside the end of the kernel before it: CTAs that start where that one leaves room sit close together, and few of them fill the link then.
-  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, wanted), warps, false, stream);
+  // Large rows never beside the end of the kernel before: CTAs that start where that one leaves room sit close together, and few of them fill the link then.
+  // Nor chunks, beside which a permute starts.
+  const bool starts_early = tuning_.early_dispatch > 0 || (tuning_.early_dispatch == 0 && bytes < kLateRowBytes && args.remote_only == 0);
+  launch_dispatch_bulk(q, args, spinning_ctas(dispatch_bulk_kernel(), warps * 32, smem, wanted), warps, tuning_.overlap_launches && starts_early, stream);
   check_launch("exchange_dispatch_bulk");
 }
 

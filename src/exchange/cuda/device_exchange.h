@@ -223,7 +223,7 @@ class DeviceExchange {
   MapWindows map_windows_;
   ReceiveBudget budget_;
   int device_;
-  int num_sms_ = 0, max_smem_ = 0, compute_major_ = 0, plan_fused_ctas_ = 0;
+  int num_sms_ = 0, max_smem_ = 0, compute_major_ = 0, plan_fused_ctas_ = 0, layout_fused_ctas_ = 0;
   ExchangeTuning tuning_;
   ExchangeParams params_{};
   std::size_t handle_bytes_ = 0;

@@ -33,7 +33,7 @@ void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, s
            num_sms_);
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].b = x[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{row_stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, kPermuteArriving};
+  const RowsArgs args{row_stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, kPermuteArriving, 0};
   const int ctas = tuning_.arriving_ctas > 0 ? std::min(tuning_.arriving_ctas, left) : left;
   launch_permute(q, args, static_cast<int>(size_bytes(dtype)), ctas, false, stream);
   check_launch("exchange_permute_arriving");
@@ -45,8 +45,13 @@ void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::
   check_rows("permute: y", y, num_ranks(), config_.H, size_bytes(dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{
-      rows[0].stride == 0 ? config_.H : rows[0].stride, y[0].stride == 0 ? config_.H : y[0].stride, static_cast<std::int32_t>(config_.H), 0, 0, part};
+  const RowsArgs args{rows[0].stride == 0 ? config_.H : rows[0].stride,
+                      y[0].stride == 0 ? config_.H : y[0].stride,
+                      static_cast<std::int32_t>(config_.H),
+                      0,
+                      0,
+                      part,
+                      tuning_.permute_parts};
   launch_permute(q, args, static_cast<int>(size_bytes(dtype)), local_ctas(), tuning_.overlap_launches, stream);
   check_launch("exchange_permute");
 }

@@ -52,6 +52,7 @@ struct RowsArgs {
   std::int32_t weighted;
   std::int32_t await_pulled;  // 1: z lies in a window that peers may still read
   std::int32_t part;          // permute: a PermutePart
+  std::int32_t parts = 0;     // permute: items a row is split into; 0: by the number of rows
 };
 
 struct ReduceCombineArgs {
@@ -71,6 +72,13 @@ void launch_plan_fused_i16(const ExchangeParams& q, int num_tiles, bool overlap,
 void launch_layout_count(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_layout_scan(const ExchangeParams& q, bool overlap, cudaStream_t stream);
 void launch_layout_scatter(const ExchangeParams& q, bool overlap, cudaStream_t stream);
+// The three in one launch of layout_tiles_of(shape) CTAs a rank, all of which must be resident: how many CTAs the GPU holds.
+int layout_fused_ctas(const ExchangeShape& shape, int num_sms);
+void launch_layout_fused(const ExchangeParams& q, bool overlap, cudaStream_t stream);
+inline int layout_tiles_of(const ExchangeShape& shape) {
+  const int tiles = (shape.row_budget + shape.layout_rows - 1) / shape.layout_rows;
+  return tiles > 0 ? tiles : 1;
+}
 
 void launch_dispatch_push(const ExchangeParams& q, const DispatchArgs& args, int ctas, bool overlap, cudaStream_t stream);
 void launch_dispatch_bulk(const ExchangeParams& q, const DispatchArgs& args, int ctas, int warps, bool overlap, cudaStream_t stream);

@@ -32,6 +32,8 @@ enum ExchangeSignal : int {
   kSignalPlanned,     // within a rank: its last CTA has the offsets
   kSignalChunks,      // dispatch in chunks: its number; told chunk by chunk
   kSignalArrived,     // within a rank: number of the permute_arriving() that took them
+  kSignalCounted,     // within a rank: all tiles of the layout are counted
+  kSignalScanned,     // within a rank: what lies before each tile is known
   kNumExchangeSignals,
 };
 inline constexpr int kExchangePhase = 100;
@@ -45,6 +47,8 @@ enum ExchangeTicket : int {
   kTicketCombine,
   kTicketValues,
   kTicketArriving,
+  kTicketCounted,
+  kTicketScanned,
   kNumExchangeTickets
 };
 
@@ -105,7 +109,7 @@ struct ExchangeShape {
   std::uint64_t slot_weights;  // [slot_budget] f32
   std::uint64_t slot_values;   // [slot_budget] f32, what return_slot_values reads
   std::uint64_t tile_counts;   // scratch: [2P][plan_tiles] int32
-  std::uint64_t expert_tiles;  // scratch: [L][layout_tiles] int32
+  std::uint64_t expert_tiles;  // scratch: [L][layout_tiles] int32, or [layout_tiles][L] (layout_fused)
 
   // Parts of a handle.
   std::uint32_t h_base;              // [2P] int32: this rank's first row and first slot at each destination

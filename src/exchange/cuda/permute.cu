@@ -81,7 +81,12 @@ __device__ __forceinline__ void move_rows(const ExchangeParams& q, const RowsArg
                                           int element_bytes) {
   const ExchangeShape& shape = q.shape;
   const int lane = static_cast<int>(threadIdx.x) & 31, row_bytes = args.H * element_bytes;
-  const RowItems items(rows.count, (row_bytes + kPiece - 1) / kPiece);
+  RowItems items(rows.count, (row_bytes + kPiece - 1) / kPiece);
+  if (args.parts > 0) {
+    items.split(rows.count, args.parts);
+  } else {
+    items.split_evenly(rows.count);
+  }
   const std::int64_t row_stride = args.row_stride * element_bytes, slot_stride = args.slot_stride * element_bytes;
   RowAhead<Rows::kFromX || Rows::kWaits> ahead;
   ahead.start(shape, call, rows.row(items.row(items.first)), rows.row(items.row(items.first + items.step)), rows.limit, false);

@@ -22,9 +22,14 @@ struct RowItems {
   __device__ __forceinline__ RowItems(int rows, int num_pieces, int cta, int ctas, int least) : pieces(num_pieces) {
     step = ctas * static_cast<int>(blockDim.x / 32);
     first = static_cast<int>(threadIdx.x >> 5) * ctas + cta;
-    parts = rows > 0 ? min(pieces, max(1, (least * step + rows - 1) / rows)) : 1;
-    per_part = (pieces + parts - 1) / parts;
-    count = rows * parts;
+    split(rows, rows > 0 ? min(pieces, max(1, (least * step + rows - 1) / rows)) : 1);
+  }
+  __device__ __forceinline__ void split(int rows, int into) { parts = min(into, pieces), per_part = (pieces + parts - 1) / parts, count = rows * parts; }
+  // Somewhat more parts where those are of equal size: a warp may always have the same part.
+  __device__ __forceinline__ void split_evenly(int rows) {
+    for (int into = parts; into <= min(pieces, 3 * parts); ++into) {
+      if (pieces % into == 0) return split(rows, into);
+    }
   }
   __device__ __forceinline__ int row(int item) const { return parts == 1 ? item : item / parts; }
   __device__ __forceinline__ int begin(int item) const { return parts == 1 ? 0 : item % parts * per_part; }
