@@ -207,6 +207,11 @@ area_bindings() {
     fi
   done
 }
+# The bindings between processes, a GPU each.
+if [ "$num_gpus" -gt 1 ] && [ -n "${WAYBILL_LIBRARY:-}" ] && [ -n "${WAYBILL_JAX_LIBRARY:-}" ] && [[ ,$areas, == *,bindings,* ]]; then
+  start "bindings, 2 processes" env PYTHONPATH="$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH}" timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider bindings/tests/cuda/ep_cuda_test.py
+  collect
+fi
 # Where there are more GPUs, the bindings run on the last one beside what measures the first.
 beside=
 for area in ${areas//,/ }; do

@@ -361,6 +361,16 @@ class DeviceMoe(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "multiples of 8, got H = 60"):
             _device.saved_bytes(dataclasses.replace(self.CONFIG, H=60).struct(), 1)
 
+    def test_what_the_bindings_do_not_pass_on_is_refused_by_name(self):
+        from waybill import _device
+
+        with self.assertRaisesRegex(NotImplementedError, "biases of experts"):
+            _device.settings(dataclasses.replace(self.CONFIG, expert_bias=True), 4)
+        both = dataclasses.replace(self.CONFIG, router=waybill.RouterConfig(E=8, K=2, aux_coefficient=0.1), global_coefficient=0.1)
+        with self.assertRaisesRegex(NotImplementedError, "the aux and the global loss together"):
+            _device.settings(both, 4)
+        self.assertEqual(_device.settings(dataclasses.replace(self.CONFIG, T_max=0), 4).T_max, 4)
+
     @unittest.skipIf(_library.has_cuda(), "libwaybill.so was built with CUDA")
     def test_a_library_without_cuda_says_so(self):
         from waybill import _device

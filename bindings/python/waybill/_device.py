@@ -28,7 +28,11 @@ class Peers(NamedTuple):
 
 
 def settings(config: MoeConfig, T: int) -> _abi.MoeConfig:
-    """The C struct with T_max: the config's, or the T of this call."""
+    """The C struct with T_max: the config's, or the T of this call. NotImplementedError: what the layer on GPUs has and the bindings do not pass on."""
+    if config.expert_bias:
+        raise NotImplementedError("biases of experts are not passed on to the layer on GPUs")
+    if config.router.aux_coefficient and config.global_coefficient:
+        raise NotImplementedError("the aux and the global loss together are not passed on to the layer on GPUs")
     struct = config.struct()
     if not struct.T_max:
         struct.T_max = max(T, 1)
