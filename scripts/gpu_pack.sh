@@ -5,7 +5,7 @@
 # There, in a checkout of the same commit:
 #   mkdir /tmp/gpu && tar xJf ARCHIVE.tar.xz -C /tmp/gpu
 #   WAYBILL_COMMIT=$(cat /tmp/gpu/commit) WAYBILL_LIBRARY=/tmp/gpu/lib/libwaybill.so WAYBILL_JAX_LIBRARY=/tmp/gpu/lib/libwaybill_jax.so \
-#     LD_LIBRARY_PATH=/tmp/gpu/lib CUDA_MODULE_LOADING=EAGER scripts/gpu-check.sh --bin /tmp/gpu/bin
+#     LD_LIBRARY_PATH=/tmp/gpu/lib scripts/gpu-check.sh --bin /tmp/gpu/bin
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# -ge 1 ] || { sed -n '3,8s/^# *//p' "${BASH_SOURCE[0]}" >&2; exit 2; }

@@ -313,6 +313,6 @@ int main_checked(int argc, char** argv) {
 }  // namespace waybill::cuda::moe_bench
 
 int main(int argc, char** argv) {
-  setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // loading a kernel at its first launch would wait for a peer that waits for it
+  setenv("CUDA_MODULE_LOADING", "LAZY", 1);  // as exchange/cuda/device_exchange.h says of a thread a GPU
   return waybill::cuda::run_main("bench_cuda_moe", waybill::cuda::moe_bench::main_checked, argc, argv);
 }

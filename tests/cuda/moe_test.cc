@@ -10,7 +10,7 @@
 namespace waybill::cuda {
 namespace {
 
-const bool kEagerLoading = setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0;
+const bool kLazyLoading = setenv("CUDA_MODULE_LOADING", "LAZY", 1) == 0;  // as device_exchange.h says of a thread a GPU
 
 class MoeCuda : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, MoeCuda, ::testing::Values(1, 2, 4, 8), ::testing::PrintToStringParamName());

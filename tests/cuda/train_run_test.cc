@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whole runs on the GPU against runs on the CPU. Operands of matmuls are bf16 on one side and fp32 on the other: the bound is 1% of the loss a step, and
 // what the device's counters say must add up exactly.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -105,6 +106,15 @@ TEST_F(TrainCuda, ReadingStepsLateChangesNoLoss) {
   Overrides late = kShort;
   late.push_back("train.overflow_check_every=7");
   EXPECT_EQ(run("demo", "late", "cuda", late).recording.losses, run("demo", "each", "cuda", kShort).recording.losses);
+}
+
+TEST_F(TrainCuda, TwoGpusFollowOne) {
+  if (cuda::all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
+  Overrides two = kShort;
+  two.push_back("train.gpus=2");
+  const Outcome one = run("demo", "one", "cuda", kShort), both = run("demo", "two", "cuda", two);
+  expect_close(both.recording.losses, one.recording.losses);  // matmuls of half as many rows may be cut otherwise
+  EXPECT_THAT(both.recording.headers.at(0).device, ::testing::StartsWith("2 x "));
 }
 
 // configs/golden.toml has every mechanism on: shared expert, groups, z-loss, two micro-batches.

@@ -14,8 +14,10 @@
 //   return_slot_values(handle, ...)  per-slot scalars back to [T, K]
 // The gradient of dispatch is combine, the gradient of combine is dispatch, with the same handle.
 //
-// Where ranks sit on several GPUs, set CUDA_MODULE_LOADING=EAGER before CUDA starts: a kernel that is loaded at its first launch waits for the
-// device, and with it for a peer that waits for this launch. Kernels that wait for peers need their CTAs resident together: no kernel of another
+// Where one thread queues for ranks on several GPUs, set CUDA_MODULE_LOADING=EAGER before CUDA starts: a kernel that is loaded at its first launch waits for
+// the device, and with it for a peer that waits for this launch. With a thread a GPU no wait is circular; there, leave it LAZY where cuBLASLt is called
+// (DeviceMoeLayer): under EAGER a part of that library that is loaded late goes onto all GPUs of the process at once, one that waits for this thread
+// among them. Kernels that wait for peers need their CTAs resident together: no kernel of another
 // stream may wait for another rank at the same time (tuning().fused_plan = false lifts that for plan()).
 //
 // Faults: an exceeded budget (on any rank) makes the handle invalid on every rank: nothing moves, R = S = 0, out = 0, and the status word of

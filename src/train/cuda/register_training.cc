@@ -33,9 +33,8 @@ constexpr detail::TrainDeviceBackend kBackend = {num_gpus, check, make};
 }  // namespace
 
 void register_training() {
-  // Ranks on several GPUs wait for each other inside kernels, so none may be loaded at its first launch (exchange/cuda/device_exchange.h). Read when CUDA
-  // starts, and only a default.
-  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+  // A thread a GPU (exchange/cuda/device_exchange.h). Read when CUDA starts, and only a default.
+  setenv("CUDA_MODULE_LOADING", "LAZY", /*overwrite=*/0);
   detail::g_train_device_backend = &kBackend;
 }
 
