@@ -1,94 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch and combine over P ranks (threads of this process): plan, dispatch, permute, reduce, combine.
+// Dispatch and combine over P ranks (threads of this process): plan, dispatch, permute, reduce, combine. --tune searches the numbers of
+// exchange/tuning_table.h instead.
+#include "bench_exchange.h"
+
 #include <fmt/format.h>
 
 #include <memory>
 
-#include "bench_record.h"
 #include "bench_verbs.h"
-#include "waybill/exchange.h"
-#include "waybill/fabric.h"
 
 namespace waybill::cli {
 namespace {
 
-// What one rank needs for a round trip with identity experts.
-class RoundTrip {
- public:
-  RoundTrip(const BenchShape& shape, const Route& route, DType dtype, Fabric& fabric, ThreadPool* pool)
-      : route_(route),
-        pool_(pool),
-        exchange_(config_of(shape), block_placement(shape.E, shape.P), fabric, pool),
-        x_(dtype, {route.T(), shape.H}),
-        out_(DType::kF32, {route.T(), shape.H}) {
-    // Integers up to 15: exact in bf16, and in sums over up to 17 experts.
-    for (std::int64_t i = 0; i < x_.size(); ++i) store(i, static_cast<float>(i % 31) - 15.0f);
-    plan();
-    allocate();
-  }
-  void plan() { handle_ = exchange_.plan(route_); }
-  void dispatch() { exchange_.dispatch(handle_, x_, rows_); }
-  void permute_rows() { permute(handle_.layout, rows_, y_, Stream::cpu(pool_)); }
-  void reduce() { unpermute_reduce(handle_.layout, y_, true, z_, Stream::cpu(pool_)); }
-  void combine() { exchange_.combine(handle_, z_, out_); }
-  void all() {
-    plan();
-    dispatch();
-    permute_rows();
-    reduce();
-    combine();
-  }
-  // combine(dispatch(x)) must be (number of routes) * x, to the bit.
-  void check() {
-    all();
-    const std::int64_t H = x_.dim(1);
-    for (std::int64_t t = 0; t < route_.T(); ++t) {
-      int routes = 0;
-      for (std::int64_t k = 0; k < route_.K(); ++k) routes += route_.view().id(t, k) >= 0 ? 1 : 0;
-      for (std::int64_t h = 0; h < H; ++h) {
-        const float wanted = static_cast<float>(routes) * (static_cast<float>((t * H + h) % 31) - 15.0f), seen = out_.as<float>()[t * H + h];
-        WB_CHECK(seen == wanted, "token {}, column {}: {} where {} was expected", t, h, seen, wanted);
-      }
-    }
-  }
-  ExchangeBytes bytes_of_one() {
-    exchange_.reset_bytes();
-    all();
-    return exchange_.bytes();
-  }
-
- private:
-  static ExchangeConfig config_of(const BenchShape& shape) {
-    ExchangeConfig config;
-    config.H = shape.H;
-    config.E = shape.E;
-    config.K = shape.K;
-    return config;
-  }
-  void store(std::int64_t i, float value) {
-    if (x_.view().dtype == DType::kF32) {
-      x_.as<float>()[i] = value;
-    } else {
-      x_.as<bf16>()[i] = bf16(value);
-    }
-  }
-  void allocate() {
-    const std::int64_t H = x_.dim(1);
-    y_ = Tensor(x_.view().dtype, {handle_.layout.S_padded(), H});
-    z_ = Tensor(DType::kF32, {handle_.layout.R(), H});
-  }
-
-  const Route& route_;
-  ThreadPool* pool_;
-  Exchange exchange_;
-  DispatchHandle handle_;
-  Tensor x_, out_, rows_, y_, z_;
-};
-
 void measure_rank(const BenchOptions& options, const BenchShape& shape, const Route& route, Fabric& fabric, BenchRecord record, BenchReport* report,
                   double rate) {
   ThreadPool pool(threads_per_rank(options, shape.P));
-  RoundTrip trip(shape, route, options.dtype == "bf16" ? DType::kBF16 : DType::kF32, fabric, &pool);
+  RoundTrip trip(shape, route, row_dtype(options), fabric, &pool);
   if (!options.no_check) trip.check();
   ExchangeBytes bytes = trip.bytes_of_one();
   std::int64_t sums[] = {bytes.payload, bytes.combined, bytes.total()};
@@ -114,10 +41,7 @@ void measure_rank(const BenchOptions& options, const BenchShape& shape, const Ro
 
 void run(const BenchOptions& options) {
   const BenchShape shape = options.resolve();
-  std::vector<Route> routes = make_load(options, shape);
-  for (Route& route : routes) {
-    for (std::int64_t i = 0; i < route.T() * route.K(); ++i) route.view().weights[i] = route.view().id(i / route.K(), i % route.K()) >= 0 ? 1.0f : 0.0f;
-  }
+  const std::vector<Route> routes = unit_routes(options, shape);
   BenchReport report(options, shape, threads_per_rank(options, shape.P));
   report.set_checked(!options.no_check);
   BenchRecord record;
@@ -136,9 +60,17 @@ void run(const BenchOptions& options) {
 void register_bench_exchange(CLI::App& bench) {
   CLI::App* command = bench.add_subcommand("exchange", "Dispatch and combine over ranks");
   auto options = std::make_shared<BenchOptions>();
+  auto table = std::make_shared<std::string>();
   add_common_options(*command, *options);
   command->add_option("--dtype", options->dtype, "of the rows")->check(CLI::IsMember({"fp32", "bf16"}))->capture_default_str();
-  command->callback([options] { run(*options); });
+  command->add_option("--tune", *table, "search the exchange's numbers as one budget and write them to this table (WAYBILL_EXCHANGE_TUNING reads it)");
+  command->add_option("--device", options->device, "with --tune: cuda searches the numbers of the GPUs, bf16 rows between two ranks (needs a CUDA build)")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command->callback([options, table] {
+    WB_CHECK(options->device == "cpu" || !table->empty(), "--device cuda needs --tune FILE; bench_cuda_exchange times the steps on GPUs");
+    table->empty() ? run(*options) : tune_exchange(*options, *table);
+  });
 }
 
 }  // namespace waybill::cli
