@@ -21,7 +21,7 @@ ALLOWED["tools"] = ALLOWED["capi"] | {"tools"}
 
 # Folder of each public header; a header that is missing here, or a name here without a header, fails the check, so the list stays true.
 PUBLIC = {
-    "core": "build_info dtype error export log phase random status stream tensor thread_pool version workspace",
+    "core": "buffer_bytes build_info dtype error export log phase random status stream tensor thread_pool version workspace",
     "route": "route route_plan route_stats route_io",
     "ops": "activation gate group_rows grouped_gemm grouped_gemm_activation optimizer parameter quantize quantize_format quantized_gemm recipe router router_weighted",
     "fabric": "fabric mpi_fabric",

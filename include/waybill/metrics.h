@@ -51,6 +51,7 @@ struct LayerMetrics {
   std::vector<std::int64_t> rank_rows;                    // rows received per rank
   std::int64_t min_expert_rows = 0, max_expert_rows = 0;  // slots of the emptiest and the fullest expert in the last micro-batch
   std::int64_t slot_demand = 0, row_demand = 0;           // the largest of any rank and micro-batch
+  std::vector<std::vector<double>> wait_us;               // [rank][peer] how long the exchange's kernels of a rank waited for a peer
 };
 
 struct StepMetrics {
@@ -68,6 +69,9 @@ struct StepMetrics {
   ExchangeBytes bytes;       // sum over ranks
   double expert_tflops = 0;  // expert matmuls' operations over the time spent in them
   std::int64_t peak_rss_bytes = 0;
+  // The most memory so far, of a rank on the CPU (the engine's buffers, mean of the process's ranks), of the fullest GPU else; and as predicted from the
+  // config (waybill inspect memory). 0 = not known.
+  std::int64_t peak_bytes = 0, predicted_bytes = 0;
   std::vector<LayerMetrics> layers;
 };
 

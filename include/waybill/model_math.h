@@ -111,9 +111,23 @@ struct MemoryEstimate {
   double receive_window = 0;    // rows and expert outputs of the layer in flight that needs most
   double logits = 0;            // of one row chunk of the fused loss
   double operands = 0;          // rounded copies of one product's operands, all layers whose recipe is not fp32
+  double scratch = 0;           // what is not kept but stays allocated; cpu_memory() only, not part of total()
   std::int64_t parameters = 0;  // held by this rank
   double total() const { return weights + gradients + optimizer + activations + receive_window + logits + operands; }
 };
 WB_API MemoryEstimate memory_per_rank(const ArchitectureConfig& config, const MemoryPlan& plan);
+// What a model on the CPU holds besides: scratch of attention, of dense layers and of every MoE layer with its exchange's buffers. rows of an MoE layer are
+// those of independent uniform routes (or the budget's, where plan.receive_factor is above 1).
+WB_API double scratch_per_rank(const ModelConfig& config, const MemoryPlan& plan);
+
+// Bytes on one GPU of a training run; as memory_per_rank(), a model of the engine's own allocations.
+struct GpuMemoryEstimate {
+  int num_ranks = 1;                                 // of this GPU
+  double weights = 0, gradients = 0, optimizer = 0;  // fp32 values and bf16 copies; fp32; two fp32 moments
+  double activations = 0;                            // of attention and dense layers, kept for backward
+  double moe_windows = 0, moe_steps = 0;             // of the MoE layers: memory that peers reach; what a step keeps for backward
+  double scratch = 0;                                // of a layer at a time, and the MoE layers' own
+  double total() const { return weights + gradients + optimizer + activations + moe_windows + moe_steps + scratch; }
+};
 
 }  // namespace waybill

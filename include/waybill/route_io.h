@@ -7,6 +7,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "waybill/route.h"
 
@@ -19,6 +20,11 @@ WB_API void save_route(const std::string& path, const RouteView& route);
 // kIo naming the file and what is wrong: missing, truncated, too long, not a route file, another version, corrupt. Nothing is
 // allocated before the sizes agree with the file's. The content is checked like a caller's (validate with `check`).
 WB_API Route load_route(const std::string& path, const RouteCheck& check = {});
+
+// Routes of the ranks 0, 1, ... of a recorded step: FOLDER/rank_000.route and on (RUN/routes/step_*/layer_*). kIo naming what is missing or differs.
+WB_API std::vector<Route> load_routes(const std::string& folder);
+// The same tokens in the same order, in P nearly equal parts.
+WB_API std::vector<Route> split_routes(std::vector<Route> routes, int P);
 
 // Text for people: one header line, then "token 12: 3*0.500 17*0.250 -" for the first `max_rows` tokens.
 WB_API std::string describe(const RouteView& route, std::int64_t max_rows);

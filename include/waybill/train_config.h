@@ -47,6 +47,7 @@ struct TrainSettings {
   std::int64_t max_skipped = 20;  // steps in a row without an update (loss or gradient not finite), then the run ends; 0 = never
   std::int64_t max_reruns = 8;    // of one step after receive overflows; then the worst-case budget is used
   double timeout_s = 300;         // of a cross-rank wait
+  bool tensorboard = false;       // scalars of every step for TensorBoard: RUN/tensorboard
   bool measure_ceiling = true;    // time a large fp32 matmul at start; MFU is given against it (CPU only)
   TrainDevice device = TrainDevice::kAuto;
   std::int64_t gpus = 1;                  // that the W ranks lie on; W must divide by it

@@ -2,11 +2,13 @@
 #include "waybill/tensor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "core/alloc_trace.h"
+#include "waybill/buffer_bytes.h"
 
 namespace waybill {
 
@@ -56,22 +58,45 @@ std::string TensorView::describe() const {
   return fmt::format("{} [{}] on {}", to_string(dtype), dims, to_string(device));
 }
 
+namespace {
+
+std::atomic<std::size_t> g_live_bytes{0}, g_peak_bytes{0};
+
+void add_live(std::size_t bytes) {
+  const std::size_t live = g_live_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  std::size_t peak = g_peak_bytes.load(std::memory_order_relaxed);
+  while (live > peak && !g_peak_bytes.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
+  }
+}
+
+void release(void* data, std::size_t bytes) {
+  if (data == nullptr) return;
+  std::free(data);
+  g_live_bytes.fetch_sub(bytes, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+BufferBytes buffer_bytes() { return {g_live_bytes.load(std::memory_order_relaxed), g_peak_bytes.load(std::memory_order_relaxed)}; }
+void reset_peak_buffer_bytes() { g_peak_bytes.store(g_live_bytes.load(std::memory_order_relaxed), std::memory_order_relaxed); }
+
 Buffer::Buffer(std::size_t bytes, Device device) : bytes_(bytes), device_(device) {
   WB_CHECK(device.type == DeviceType::kCpu, "this Buffer allocates host memory only, got device {}", to_string(device));
   if (bytes == 0) return;
   constexpr std::size_t kAlign = 64;
   data_ = bytes > SIZE_MAX - kAlign ? nullptr : std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
   if (data_ == nullptr) WB_FAIL(ErrorCode::kOutOfMemory, "cannot allocate {} bytes on {}", bytes, to_string(device));
+  add_live(bytes);
   detail::note_allocation(bytes);
 }
 
-Buffer::~Buffer() { std::free(data_); }
+Buffer::~Buffer() { release(data_, bytes_); }
 
 Buffer::Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)), device_(other.device_) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   if (this != &other) {
-    std::free(data_);
+    release(data_, bytes_);
     data_ = std::exchange(other.data_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
     device_ = other.device_;

@@ -94,4 +94,32 @@ MemoryEstimate memory_per_rank(const ArchitectureConfig& c, const MemoryPlan& pl
   return m;
 }
 
+double scratch_per_rank(const ModelConfig& c, const MemoryPlan& plan) {
+  const double T = real(plan.tokens_per_rank), H = real(c.H), q = real(c.num_heads * c.head_dim), kv = real(c.num_kv_heads * c.head_dim);
+  const ArchitectureConfig shapes = architecture_of(c);
+  double dense_F = 0, moe = 0, in_window = 0, kept = 0;
+  for (std::size_t i = 0; i < c.layers.size(); ++i) {
+    const LayerConfig& layer = c.layers[i];
+    if (c.qk_norm) kept += T * (q + kv);  // before the norm
+    if (!layer.is_moe) {
+      dense_F = std::max(dense_F, real(layer.dense_F));
+      continue;
+    }
+    const MoeConfig& m = layer.moe;
+    const LayerLoad load(shapes.layers[i], plan);
+    const double P = layer.P, L = real(m.E) / P, W = real(m.row_width()), inner = real(m.inner_width());
+    double missed = 1;  // chance that none of a token's K experts is on a given rank
+    for (std::int64_t k = 0; k < m.K; ++k) missed *= std::max(0.0, (real(m.E) - L - real(k)) / real(m.E - k));
+    const double rows = plan.receive_factor > 1 ? load.rows : std::min(load.rows, T * P * (1 - missed)), sent = T * P * (1 - missed) * (P - 1) / P;
+    kept += (rows - load.rows) * W;  // memory_per_rank() counts no token twice only where it must
+    // y, da, dh, d_slot_weight; z, dz, d_rows; what dispatch and combine send and receive; d_logits, d_weights
+    moe += load.slots * (W + real(m.F) + inner + 1) + 3 * rows * W + 2 * sent * W + T * real(m.E + m.K);
+    moe += T * (3 * real(m.latent) + real(m.shared_F + m.shared_inner_width()));
+    in_window = std::max(in_window, (2 * load.rows + load.slots) * W);
+  }
+  // normed and d_normed of both halves, out, and the model's last hidden state, its norm and gradient; d_o, dq, dk, dv; a, da, dh
+  const double model = T * (8 * H + 2 * q + 2 * kv + 4 * dense_F);
+  return (model + moe + kept - in_window) * plan.activation_bytes;
+}
+
 }  // namespace waybill

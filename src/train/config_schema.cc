@@ -134,6 +134,7 @@ void add_run_keys(std::vector<RunKey>& keys) {
                      WB_REF(train.max_skipped)));
   add(integer_key<R>("train.max_reruns", 1, 1000, "of a step after overflows, before the worst-case budget is used", WB_REF(train.max_reruns)));
   add(real_key<R>("train.timeout_s", 1, 1e6, "seconds a rank waits for another", WB_REF(train.timeout_s)));
+  add(bool_key<R>("train.tensorboard", "write RUN/tensorboard/events.out.tfevents.* beside metrics.jsonl", WB_REF(train.tensorboard)));
   add(bool_key<R>("train.measure_ceiling", "time a large fp32 matmul at start", WB_REF(train.measure_ceiling)));
   add(choice_key<R>("train.device", {"auto", "cpu", "cuda"}, "auto: a GPU where there is one that can train this", WB_REF(train.device)));
   add(integer_key<R>("train.gpus", 1, 8, "GPUs that the ranks lie on", WB_REF(train.gpus)));

@@ -59,6 +59,7 @@ json to_json(const LayerMetrics& m) {
   out["max_expert_rows"] = m.max_expert_rows;
   out["slot_demand"] = m.slot_demand;
   out["row_demand"] = m.row_demand;
+  out["wait_us"] = m.wait_us;
   return out;
 }
 
@@ -89,6 +90,8 @@ json to_json(const StepMetrics& m) {
           {"wait_ms", phases_ms(m.times.wait_seconds)},
           {"bytes", to_json(m.bytes)},
           {"peak_rss_bytes", m.peak_rss_bytes},
+          {"peak_bytes", m.peak_bytes},
+          {"predicted_bytes", m.predicted_bytes},
           {"layers", layers}};
 }
 

@@ -24,6 +24,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 RankTrainer::RankTrainer(const RunConfig& config, Fabric& world, ThreadPool* pool)
     : config_(config), world_(world), pool_(pool), model_(config.model, world, config.train.seed, pool), states_(make_optimizer_states(model_.parameters())) {
   info_ = initial_info(config);
+  predicted_bytes_ = static_cast<std::int64_t>(cpu_memory(config).total() + cpu_memory(config).scratch);
   const std::int64_t B = config.train.global_batch / (config.train.micro_batches * world.size());
   for (std::int64_t m = 0; m < config.train.micro_batches; ++m)
     micro_batches_.emplace_back(DType::kI32, std::initializer_list<std::int64_t>{B, config.model.seq_len + 1});
@@ -52,6 +53,7 @@ StepMetrics RankTrainer::step(const Dataset& data, std::int64_t step) {
   metrics.total_skipped = skipped_;
   metrics.receive_factor = info_.receive_factor;
   reduce_metrics(stats, seconds_since(start), world_, metrics);
+  metrics.predicted_bytes = predicted_bytes_;
   return metrics;
 }
 

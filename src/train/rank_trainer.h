@@ -20,6 +20,7 @@ class RankTrainer final : public StepTrainer {
   std::string save(const std::string& folder) override;
   void load(const std::string& path) override;
   const CheckpointInfo& info() const override { return info_; }
+  std::int64_t predicted_bytes_ = 0;  // cpu_memory()
   LanguageModel& model() override { return model_; }
   std::int64_t num_parameters(bool active) override { return count_parameters(config_.model, model_.parameters(), active); }
 

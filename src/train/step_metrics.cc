@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string_view>
 
 #include "rank_trainer.h"
 #include "waybill/balance.h"
+#include "waybill/buffer_bytes.h"
 
 namespace waybill {
 namespace {
@@ -85,6 +87,8 @@ void reduce_metrics(const StepStats& stats, double step_seconds, Fabric& world, 
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   metrics.peak_rss_bytes = static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+  const int ranks_here = std::string_view(world.engine()) == "mpi" ? 1 : world.size();
+  metrics.peak_bytes = static_cast<std::int64_t>(buffer_bytes().peak) / ranks_here;
 }
 
 }  // namespace waybill

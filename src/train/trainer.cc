@@ -16,6 +16,8 @@
 #include "run_folder.h"
 #include "sampler.h"
 #include "select_device.h"
+#include "tensorboard.h"
+#include "waybill/buffer_bytes.h"
 #include "waybill/error.h"
 #include "waybill/model_math.h"
 
@@ -32,6 +34,8 @@ std::string utc_now() {
   std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
   return text;
 }
+
+double unix_seconds() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 int threads_per_rank(const RunConfig& config, const Fabric& world) {
   if (config.train.threads > 0) return static_cast<int>(config.train.threads);
@@ -79,8 +83,9 @@ class Recorder {
   Recorder(const std::string& run_dir, std::int64_t resume_step, TrainObserver* observer, TrainResult& result)
       : run_dir_(run_dir), writer_(metrics_path(run_dir), resume_step), observer_(observer != nullptr ? observer : &silent_), result_(result) {}
 
-  void start(const RunHeader& header) {
+  void start(const RunHeader& header, bool tensorboard) {
     header_ = header;
+    if (tensorboard) events_.emplace(run_dir_ + "/tensorboard", unix_seconds());
     writer_.write(header);
     observer_->on_start(header);
   }
@@ -88,6 +93,7 @@ class Recorder {
     metrics.tflops = header_.flops_per_token * metrics.tokens_per_s * 1e-12;
     metrics.ceiling_share = header_.ceiling_tflops > 0 ? metrics.tflops / header_.ceiling_tflops : 0;
     writer_.write(metrics);
+    if (events_) events_->write(metrics, unix_seconds());
     if (metrics.reruns > 0) {
       observer_->on_note(fmt::format("step {}: a receive budget overflowed; computed again {} time(s), receive factor now {:.3f}", metrics.step, metrics.reruns,
                                      metrics.receive_factor));
@@ -103,6 +109,8 @@ class Recorder {
   }
   void eval(std::int64_t step, double loss, std::int64_t tokens) {
     writer_.write_eval(step, loss, tokens);
+    const std::pair<std::string, double> scalars[] = {{"held_out_loss", loss}};
+    if (events_) events_->write(step, unix_seconds(), scalars);
     observer_->on_eval(step, loss);
     result_.held_out_loss = loss;
   }
@@ -118,6 +126,7 @@ class Recorder {
  private:
   std::string run_dir_;
   MetricsWriter writer_;
+  std::optional<TensorBoardWriter> events_;
   TrainObserver silent_;
   TrainObserver* observer_;
   TrainResult& result_;
@@ -274,7 +283,7 @@ void run_rank(const Shared& shared, Fabric& world) {
   if (world.rank() == 0) {
     if (shared.options.resume) replace_file(config_path(shared.options.run_dir), to_toml(config));
     recorder.emplace(shared.options.run_dir, shared.options.resume ? trainer.steps_done() : -1, shared.observer, result);
-    recorder->start(make_header(config, shared.data, result.entropy, shared.ceiling, world, trainer));
+    recorder->start(make_header(config, shared.data, result.entropy, shared.ceiling, world, trainer), config.train.tensorboard);
   }
   Loop loop(config, shared.options, shared.data, world, trainer, recorder ? &*recorder : nullptr, shared.resume.path);
   const bool finished = loop.run();
@@ -297,6 +306,7 @@ void run_rank(const Shared& shared, Fabric& world) {
 
 TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObserver* observer) {
   const auto start = Clock::now();
+  reset_peak_buffer_bytes();
   WB_CHECK(!options.run_dir.empty(), "train() needs a run folder");
   Fabric* world = options.world;
   const bool is_root = world == nullptr || world->rank() == 0;

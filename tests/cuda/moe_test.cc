@@ -314,6 +314,9 @@ TEST(MoeTwoGpus, AFirstStepDoesNotHoldUpTheOtherGpusThread) {
   late.join();
   for (const std::size_t d : {0, 1}) gpu.stream(d).synchronize();
   EXPECT_EQ(gpu.first_error(), "");
+  // The counter of waits: rank 0 waited for the late rank 1, which found rank 0's counts there.
+  EXPECT_GE(gpu.report(0).wait_ns[1], 100'000'000u);
+  EXPECT_LT(gpu.report(1).wait_ns[0], 100'000'000u);
 }
 
 // A rank without tokens comes to the first exchange at once, while the other still makes what its gate needs.

@@ -176,5 +176,25 @@ TEST_F(Inspect, SimulatePrintsTheModelWithItsLabel) {
   EXPECT_THAT(text, ::testing::ContainsRegex("rank +0\\.997 +58\\.5 MB"));
 }
 
+TEST_F(Inspect, MemorySumsItsPartsAndSaysWhyThereIsNoGpuPart) {
+  const nlohmann::json out = nlohmann::json::parse(run({"inspect", "memory", config_file("golden"), "--json"}));
+  EXPECT_GT(out["ranks"].get<int>(), 0);
+  std::int64_t sum = 0;
+  for (const auto& [name, bytes] : out["cpu_rank"].items()) sum += name == "total" ? 0 : bytes.get<std::int64_t>();
+  EXPECT_NEAR(static_cast<double>(sum), out["cpu_rank"]["total"].get<double>(), 8);
+  EXPECT_TRUE(out["gpu"].is_null());  // only `waybill` itself makes training on GPUs known
+  EXPECT_THAT(out["gpu_refused"].get<std::string>(), ::testing::HasSubstr("CUDA"));
+  const std::string text = run({"inspect", "memory", config_file("golden")});
+  EXPECT_THAT(text, ::testing::HasSubstr("prediction"));
+  EXPECT_THAT(text, ::testing::HasSubstr("total"));
+}
+
+TEST_F(Inspect, MemoryGrowsWithTheBatch) {
+  const auto total = [&](const std::string& batch) {
+    return nlohmann::json::parse(run({"inspect", "memory", config_file("golden"), "--set", batch, "--json"}))["cpu_rank"]["activations"].get<double>();
+  };
+  EXPECT_NEAR(total("train.global_batch=16") / total("train.global_batch=8"), 2, 1e-6);
+}
+
 }  // namespace
 }  // namespace waybill::cli

@@ -309,7 +309,8 @@ TEST(TrainerTest, MetricsFileHasEveryFieldOfEveryStep) {
     if (line["kind"] == "eval") ++evals;
     if (line["kind"] != "step") continue;
     EXPECT_EQ(line["step"], ++steps);
-    for (const char* key : {"loss", "aux_loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "tflops", "mfu", "peak_rss_bytes"}) {
+    for (const char* key :
+         {"loss", "aux_loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "tflops", "mfu", "peak_rss_bytes", "peak_bytes", "predicted_bytes"}) {
       EXPECT_GT(line[key].get<double>(), 0) << key;
     }
     for (const char* phase : {"gate", "router", "plan", "dispatch", "expert_gemm", "combine", "attention", "optimizer"}) {

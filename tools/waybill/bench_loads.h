@@ -26,8 +26,6 @@ std::vector<NamedLoad> load_loads(const std::string& path);
 bool is_recorded(const std::string& load);
 // rank_000.route, rank_001.route, ... of the folder. kIo where there is none or they disagree in K or E.
 std::vector<Route> load_recorded(const std::string& load);
-// The same tokens in the same order over P sources: as recorded where P is the number of files, else in equal parts.
-std::vector<Route> split_routes(std::vector<Route> routes, int P);
 // Routes of all ranks; the same (load, seed, step) gives the same tokens at any P.
 std::vector<Route> make_load(const BenchOptions& options, const BenchShape& shape, std::int64_t step = 0);
 

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 
+#include "bench_moe_gpu.h"
 #include "bench_verbs.h"
 #include "waybill/trainer.h"
 
@@ -17,6 +18,7 @@ namespace {
 
 struct MoeBenchOptions {
   BenchOptions common;
+  GpuMoeBench gpu;
   std::vector<std::string> stacks;
   bool no_ablation = false;
 };
@@ -162,6 +164,33 @@ class RankBench {
   bool has_wanted_ = false;
 };
 
+// Options of the command as the benchmark on GPUs takes them.
+void run_on_gpu(const CLI::App& command, MoeBenchOptions options) {
+  for (const char* name : {"--tokens", "--width", "--experts", "--top-k", "--inner", "--threads", "--loads", "--seed", "--seconds", "--no-check"}) {
+    WB_CHECK(command.get_option(name)->count() == 0, "{} is for --device cpu: on GPUs shapes come from the shapes file, and every stack is checked", name);
+  }
+  GpuMoeBench gpu = options.gpu;
+  const auto split = [](const std::string& list) {
+    std::vector<std::string> parts;
+    for (std::size_t begin = 0; begin <= list.size();) {
+      const std::size_t end = std::min(list.find(',', begin), list.size());
+      if (end > begin) parts.push_back(list.substr(begin, end - begin));
+      begin = end + 1;
+    }
+    return parts;
+  };
+  if (command.get_option("--shape")->count() > 0) gpu.shapes = split(options.common.shape);
+  if (command.get_option("--load")->count() > 0) gpu.loads = split(options.common.load);
+  for (std::string& load : gpu.loads) load = load == "router" ? "natural" : load;
+  if (command.get_option("--iterations")->count() == 0) options.common.iterations = 160;
+  for (const std::string& stack : options.stacks) {
+    for (const std::string& name : split(stack)) gpu.stacks.push_back(name);
+  }
+  gpu.no_ablation = options.no_ablation;
+  const int code = bench_moe_on_gpu(options.common, gpu);
+  if (code != 0) throw CLI::RuntimeError(code);
+}
+
 void run(const MoeBenchOptions& options) {
   const BenchOptions& common = options.common;
   const BenchShape shape = common.resolve();
@@ -203,12 +232,30 @@ void register_bench_moe(CLI::App& bench) {
   CLI::App* command = bench.add_subcommand("moe", "The MoE layer and the older designs over ranks, forward and backward");
   auto options = std::make_shared<MoeBenchOptions>();
   add_common_options(*command, options->common);
-  command->add_option("--stacks", options->stacks, "designs to compare with sparse (default: all): loop padded capacity block-sparse dense-map");
+  command->add_option("--stacks", options->stacks,
+                      "designs to compare with sparse (default: all): loop padded capacity block-sparse dense-map; cuda: sparse exact exact-resend dense-map "
+                      "padded capacity loop");
   command->add_flag("--no-ablation", options->no_ablation, "leave out the ladder from the dense map to the sparse layer");
   command->get_option("--load")->description("router (its own choice on random tokens), " + load_names() + ", or recorded:RUN/routes/STEP/LAYER");
   options->common.load = "router";
   command->get_option("--load")->default_str("router");
-  command->callback([options] { run(*options); });
+  command
+      ->add_option("--device", options->common.device,
+                   "cuda: two GPUs, one rank each (with -P virtual ranks of what is there), and the PyTorch layer where torch is installed")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--receive-factor", options->gpu.receive_factor, "cuda: budget of sparse and dense-map")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_flag("--f32-gradients", options->gpu.f32_gradients, "cuda: also with weight gradients added to in fp32");
+  command->add_flag("--no-peer", options->gpu.no_peer, "cuda: without the PyTorch layer");
+  command->add_option("--trace", options->gpu.trace, "cuda: write the phases of a step for Perfetto");
+  command->add_option("--plot", options->gpu.plot, "cuda: write an HTML page of plots (needs plotly)");
+  command->add_option("--python", options->gpu.python, "cuda: interpreter of the PyTorch layer and of --plot")->capture_default_str();
+  command->callback([options, command] {
+    if (options->common.device == "cuda") return run_on_gpu(*command, *options);
+    run(*options);
+  });
 }
 
 }  // namespace waybill::cli

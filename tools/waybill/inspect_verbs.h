@@ -11,6 +11,7 @@
 namespace waybill::cli {
 
 void register_inspect_model(CLI::App& inspect);
+void register_inspect_memory(CLI::App& inspect);
 void register_inspect_run(CLI::App& inspect);
 void register_inspect_load(CLI::App& inspect);
 void register_inspect_route(CLI::App& inspect);

@@ -24,6 +24,10 @@
 #include "waybill/error.h"
 #include "waybill/log.h"
 #include "waybill/version.h"
+#if defined(WAYBILL_WITH_GPU_BENCH)
+#include "bench/cuda/moe/module_bench.h"
+#include "bench_moe_gpu.h"
+#endif
 #if defined(WAYBILL_WITH_CUDA)
 #include "ops/router/cuda/router_cuda.h"
 #include "train/cuda/device_trainer.h"
@@ -121,6 +125,9 @@ int main(int argc, char** argv) {
 #if defined(WAYBILL_WITH_CUDA)
   waybill::cuda::register_router();
   waybill::cuda::register_training();
+#endif
+#if defined(WAYBILL_WITH_GPU_BENCH)
+  waybill::cli::set_gpu_moe_bench(waybill::cuda::moe_bench::run_module_bench);
 #endif
   register_commands(app);
   const int code = run(app, argc, argv);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "table.h"
 #include "terminal.h"
 
 namespace waybill::cli {
@@ -69,6 +70,11 @@ void TrainDisplay::on_step(const StepMetrics& m) {
     if (rows_++ % kRowsPerHeading == 0) print_line(kHeading);
     print_line(row(m, new_held_out_ ? fmt::format("{:.4f}", held_out_) : ""));
     new_held_out_ = false;
+  }
+  if (m.step == header_.steps && m.peak_bytes > 0 && m.predicted_bytes > 0) {
+    print_line(fmt::format("memory of a {}: peak {}, predicted {} ({:+.1f}%)", header_.device == "cpu" ? "rank" : "GPU",
+                           format_bytes(static_cast<double>(m.peak_bytes)), format_bytes(static_cast<double>(m.predicted_bytes)),
+                           100 * (static_cast<double>(m.peak_bytes) / static_cast<double>(m.predicted_bytes) - 1)));
   }
   draw_bar(m);
 }

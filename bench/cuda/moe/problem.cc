@@ -9,6 +9,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "cuda/device_random.h"
+#include "waybill/route_io.h"
 #include "waybill/workload.h"
 
 namespace waybill::cuda::moe_bench {
@@ -44,6 +45,12 @@ std::vector<std::uint16_t> unit_rows(std::int64_t E, std::int64_t H) {
 // The load's routes, one a rank; empty on the natural load.
 std::vector<Route> routes_of(const std::string& load, const Shape& shape, int P) {
   if (load == "natural") return {};
+  if (is_recorded(load)) {
+    std::vector<Route> routes = split_routes(load_routes(recorded_folder(load)), P);
+    WB_CHECK(routes[0].E() == shape.E && routes[0].K() == shape.K, "{} has E = {}, K = {}, the shape {} has E = {}, K = {}", load, routes[0].E(), routes[0].K(),
+             shape.name, shape.E, shape.K);
+    return routes;
+  }
   WorkloadConfig config;
   config.workload = parse_workload(load), config.E = shape.E, config.K = shape.K;
   config.T = config.workload == Workload::kFewRows ? few_rows_tokens(shape.E, shape.K) : shape.T * P;

@@ -19,6 +19,10 @@ struct Shape {
 // The [[shape]] tables of bench/shapes/moe.toml (keys this benchmark knows; others are passed over).
 std::vector<Shape> read_shapes(const std::string& path);
 
+// "recorded:FOLDER": routes that a training run recorded.
+inline bool is_recorded(const std::string& load) { return load.rfind("recorded:", 0) == 0; }
+inline std::string recorded_folder(const std::string& load) { return load.substr(9); }
+
 // One rank's tensors: all bf16 but the gate's gradient (f32). ids [T, K]: the load's routes, null on the natural load.
 struct RankTensors {
   int rank = 0, device = 0;
@@ -30,7 +34,7 @@ struct RankTensors {
 
 class Problem {
  public:
-  // load: "natural" (the router's own choice of normal logits: x is normal, rows of the gate have length 1) or W0 to W9 (replayed ids).
+  // load: "natural" (the router's own choice of normal logits: x is normal, rows of the gate have length 1) or W0 to W9 or a recorded one (replayed ids).
   // f32_gradients: weight gradients f32 instead of bf16.
   Problem(const Shape& shape, int P, const std::vector<int>& devices, const std::string& load, bool f32_gradients = false);
 

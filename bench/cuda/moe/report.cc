@@ -19,7 +19,9 @@ double communication_share(const std::array<double, kNumPhases>& phases) {
 
 Report::Report(const std::string& path) : file_(std::fopen(path.c_str(), "w")) {
   WB_CHECK(file_ != nullptr, "cannot write {}", path);
-  fmt::print("TFLOP/s per GPU: 18 x routes / ranks x H x F / time (expert matmuls of valid rows: gate, up, down; once forward, twice backward)\n");
+  fmt::print(
+      "TFLOP/s per GPU: 18 x routes / ranks x H x F / time (expert matmuls of valid rows: gate, up, down; once forward, twice backward)\n"
+      "Evidence class: MoE module (one layer by itself, not a model)\n");
 }
 Report::~Report() { std::fclose(file_); }
 

@@ -2,6 +2,7 @@
 #include "bench/cuda/moe/runner.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 
 #include "core/cuda/cuda_error.h"
@@ -191,6 +192,39 @@ std::vector<PhaseSpan> Runner::phases(int repeats, std::array<double, kNumPhases
   return spans;
 }
 
+std::vector<ReplaySpan> Runner::replays(int steps) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<std::vector<ReplaySpan>> all(gpus_.size());
+  team_.run([&](std::size_t d) {
+    Gpu& gpu = *gpus_[d];
+    const DeviceGuard guard(gpu.device);
+    launch_group_barrier_kernel(gpu.ranks, kLineUpPhase, 1, gpu.stream);
+    gpu.stream.synchronize();
+    std::vector<std::unique_ptr<CudaEvent>> ends;
+    for (int i = 0; i <= steps; ++i) ends.push_back(std::make_unique<CudaEvent>(true));
+    const auto start = Clock::now();
+    const auto since = [&] { return std::chrono::duration<double, std::micro>(Clock::now() - start).count(); };
+    ends[0]->record(gpu.stream);  // an empty stream: the device passes it at once
+    for (int i = 0; i < steps; ++i) {
+      ReplaySpan span{gpu.device, i, since(), 0, 0, 0};
+      gpu.graph.launch(gpu.stream);
+      span.host_us = since() - span.host_begin_us;
+      ends[static_cast<std::size_t>(i) + 1]->record(gpu.stream);
+      all[d].push_back(span);
+    }
+    gpu.stream.synchronize();
+    for (int i = 0; i < steps; ++i) {
+      ReplaySpan& span = all[d][static_cast<std::size_t>(i)];
+      const auto at = [&](int event) { return static_cast<double>(ends[static_cast<std::size_t>(event)]->elapsed_us_since(*ends[0])); };
+      span.device_begin_us = i == 0 ? 0 : at(i), span.device_us = at(i + 1) - span.device_begin_us;
+    }
+  });
+  check();
+  std::vector<ReplaySpan> spans;
+  for (const auto& part : all) spans.insert(spans.end(), part.begin(), part.end());
+  return spans;
+}
+
 std::int64_t Runner::dropped() {
   std::int64_t sum = 0;
   for (auto& gpu : gpus_) {
@@ -200,7 +234,7 @@ std::int64_t Runner::dropped() {
   return sum;
 }
 
-void write_trace(const std::string& path, const std::string& title, const std::vector<PhaseSpan>& spans) {
+void write_trace(const std::string& path, const std::string& title, const std::vector<PhaseSpan>& spans, const std::vector<ReplaySpan>& replays) {
   std::FILE* file = std::fopen(path.c_str(), "w");
   WB_CHECK(file != nullptr, "cannot write {}", path);
   fmt::print(file, "{{\"displayTimeUnit\":\"ns\",\"otherData\":{{\"title\":\"{}\"}},\"traceEvents\":[\n", title);
@@ -210,6 +244,18 @@ void write_trace(const std::string& path, const std::string& title, const std::v
   }
   for (const int device : devices) {
     fmt::print(file, "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"tid\":0,\"args\":{{\"name\":\"GPU {0}\"}}}},\n", device);
+  }
+  for (const int device : devices) {
+    const char* const tracks[] = {"phases of an eager step", "host: calls that queue a replay", "replays of the graph"};
+    for (int track = 0; track < (replays.empty() ? 1 : 3); ++track)
+      fmt::print(file, "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{},\"tid\":{},\"args\":{{\"name\":\"{}\"}}}},\n", device, track, tracks[track]);
+  }
+  for (const ReplaySpan& r : replays) {
+    const auto slice = [&](int track, double begin, double us) {
+      fmt::print(file, "{{\"ph\":\"X\",\"name\":\"step {}\",\"cat\":\"captured\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n", r.step, r.device,
+                 track, begin, us);
+    };
+    slice(1, r.host_begin_us, r.host_us), slice(2, r.device_begin_us, r.device_us);
   }
   for (std::size_t i = 0; i < spans.size(); ++i) {
     const PhaseSpan& s = spans[i];

@@ -45,6 +45,13 @@ struct PhaseSpan {
   double begin_us = 0, us = 0;
 };
 
+// A replayed graph beside the host's call that queued it; times since the first call began.
+struct ReplaySpan {
+  int device = 0, step = 0;
+  double host_begin_us = 0, host_us = 0;      // of the call
+  double device_begin_us = 0, device_us = 0;  // of the replay
+};
+
 class Runner {
  public:
   Runner(const StackOptions& options, Problem& problem);
@@ -56,6 +63,8 @@ class Runner {
   // Spans of eager steps in which the host queued ahead of the device (as far as the stack lets it): the last of `repeats` steps, and in `sums` the mean
   // microseconds a phase over steps and GPUs.
   std::vector<PhaseSpan> phases(int repeats, std::array<double, kNumPhases>& sums);
+  // `steps` replays queued one behind the other, after capture(). The host waits for nothing between them: its calls end long before the replays do.
+  std::vector<ReplaySpan> replays(int steps);
   std::size_t used_bytes() const { return used_bytes_; }  // device memory since before the stack was made, the largest GPU's, after a step
   Stack& stack(std::size_t device) { return *gpus_[device]->stack; }
   cudaStream_t stream(std::size_t device) const { return gpus_[device]->stream; }
@@ -93,6 +102,7 @@ class Runner {
 };
 
 // Chrome trace events (Perfetto reads them), one process a GPU, phases as slices.
-void write_trace(const std::string& path, const std::string& title, const std::vector<PhaseSpan>& spans);
+// replays: two more tracks a GPU, the host's calls and the graphs; or none.
+void write_trace(const std::string& path, const std::string& title, const std::vector<PhaseSpan>& spans, const std::vector<ReplaySpan>& replays);
 
 }  // namespace waybill::cuda::moe_bench

@@ -2,8 +2,9 @@
 // Ablation of the exchange and published negative results, in one run on two GPUs: each older design beside ours, results compared first.
 //   bench_cuda_negative OUT.jsonl [--filter TEXT] [--loads]      --loads: also W0 to W9 of bench/shapes/loads.toml
 // ablation: dense map -> compact routes; full probability row -> the weights of a rank's experts; every slot -> set bits -> lists; default -> tuned
-// combine. negative: one remote payload for every expert; dispatch and permute together; combine and unpermute together; pruned dense scan.
-// Method: as bench_cuda_exchange. Older plans are given what ours pay for: no signals between ranks, places of direct writes from the host.
+// combine. control: sums of a row's slots by atomics instead of in order. negative: one remote payload for every expert; dispatch and permute together; combine
+// and unpermute together; pruned dense scan. Method: as bench_cuda_exchange. Older plans are given what ours pay for: no signals between ranks, places of
+// direct writes from the host.
 #include <cstdlib>
 
 #include "bench/cuda/case_filter.h"
@@ -29,7 +30,7 @@ class Case {
   static std::string name_of(const ExchangeShapeCase& c) {
     return fmt::format("T{} H{} K{} E{}{} 2 GPUs", c.T, c.H, c.K, c.E, c.load.empty() ? "" : " " + c.load);
   }
-  void run() { plan(), probabilities(), slots(), combines(), together(), direct(); }
+  void run() { plan(), probabilities(), slots(), combines(), atomics(), together(), direct(); }
 
  private:
   // The first set of routes and rows, planned, delivered and permuted; host_ follows.
@@ -164,6 +165,35 @@ class Case {
     add("ablation: combine", "plain loads, 32 CTAs", time(combine));
     group_.set_tuning(tuned);
     add("ablation: combine", "tuned", time(combine));
+  }
+
+  // What the fixed order of sums costs: the same rows by atomics, f32 sums zeroed before and rounded after.
+  void atomics() {
+    deliver();
+    std::vector<DeviceBuffer> sums, z;
+    std::vector<AtomicCombine> calls;
+    for (std::size_t r = 0; r < 2; ++r) {
+      Part& p = *group_.parts[r];
+      const DeviceGuard guard(p.device);
+      const auto values = static_cast<std::size_t>(host_[r].layout.R() * c_.H);
+      sums.emplace_back(std::max<std::size_t>(values * 4, 16), p.device), z.emplace_back(std::max<std::size_t>(values * 2, 16), p.device);
+      calls.push_back({p.exchange.slot_rows(p.handle, 0), p.exchange.expert_offsets(p.handle, 0) + L_, static_cast<std::int32_t>(host_[r].layout.R()),
+                       static_cast<std::int32_t>(c_.H), p.y[0].data, sums[r].as<float>(), z[r].data()});
+    }
+    const auto by_atomics = [&](Part& p, int, cudaStream_t s) { launch_atomic_combine(calls[static_cast<std::size_t>(p.exchange.rank(0))], s); };
+    group_.run([&](Part& p, int, cudaStream_t s) { group_.unpermute(p, s); });
+    group_.run(by_atomics);
+    bool close = true;
+    for (std::size_t r = 0; r < 2 && group_.parts[r]->exchange.wire() == DType::kBF16; ++r) {
+      const auto values = static_cast<std::size_t>(host_[r].layout.R() * c_.H);
+      std::vector<bf16> a(values), b(values);
+      WB_TRY_CUDA(cudaMemcpy(a.data(), group_.parts[r]->z[0].data, values * 2, cudaMemcpyDefault));
+      WB_TRY_CUDA(cudaMemcpy(b.data(), z[r].data(), values * 2, cudaMemcpyDefault));
+      for (std::size_t i = 0; i < values; ++i)  // other orders of the sum: a rounding of bf16 apart
+        close &= std::abs(static_cast<float>(a[i]) - static_cast<float>(b[i])) <= 0.02f * std::abs(static_cast<float>(a[i])) + 0.02f;
+    }
+    add("control: order of sums", "in order of the slots", time([&](Part& p, int, cudaStream_t s) { group_.unpermute(p, s); }));
+    add("control: order of sums", "by atomics", time(by_atomics), close);
   }
 
   void together() {

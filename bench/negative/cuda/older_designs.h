@@ -34,6 +34,17 @@ void launch_map_permute(SlotVisit visit, const std::int32_t* map, std::int32_t R
 void launch_map_unpermute(SlotVisit visit, const std::int32_t* map, std::int32_t R, std::int32_t L, const void* y, void* z, std::int32_t row_bytes,
                           cudaStream_t stream);  // bf16
 
+// Sums of a row's slots by atomics, in no fixed order.
+struct AtomicCombine {
+  const std::int32_t* slot_row;   // [S_padded], -1: padding
+  const std::int32_t* num_slots;  // on the device: S_padded
+  std::int32_t R, H;
+  const void* y;  // bf16 [S_padded, H]
+  float* sums;    // [R, H], scratch
+  void* z;        // bf16 [R, H]
+};
+void launch_atomic_combine(const AtomicCombine& c, cudaStream_t stream);
+
 // One remote payload for every selected expert: x [T] rows straight to expert order at their ranks.
 struct DirectTarget {
   std::int32_t rank, position;  // rank -1: no route

@@ -358,6 +358,11 @@ const std::int32_t* DeviceExchange::slot_rows(const DeviceHandle& handle, int in
 }
 const float* DeviceExchange::slot_weights(const DeviceHandle& handle, int index) const { return part<float>(handle, index, params_.shape.h_slot_weight); }
 
+const unsigned long long* DeviceExchange::wait_ns(int index) const {
+  WB_CHECK(index >= 0 && index < num_ranks(), "wait_ns: rank {} of a launch of {}", index, num_ranks());
+  return reinterpret_cast<const ExchangeControl*>(params_.ranks.table.base[rank(index)] + params_.shape.control)->wait_ns;
+}
+
 HostHandle DeviceExchange::read(const DeviceHandle& handle, int index, cudaStream_t stream) const {
   const DeviceGuard guard(device_);
   const ExchangeShape& s = params_.shape;

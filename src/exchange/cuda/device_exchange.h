@@ -197,6 +197,9 @@ class DeviceExchange {
   std::size_t handle_bytes() const { return handle_bytes_; }
   void save(const DeviceHandle& handle, void* to, cudaStream_t stream) const;
   void restore(DeviceHandle& handle, const void* from, std::int64_t T, cudaStream_t stream) const;
+  // [P] nanoseconds on the device: how long the exchange's kernels of rank `index` of the launch have waited for each rank since reset(). Kernels add to it;
+  // reading it needs no wait. Waits that end at the first look count 0; of waits in chunks the first warp's count.
+  const unsigned long long* wait_ns(int index) const;
 
   HostHandle read(const DeviceHandle& handle, int index, cudaStream_t stream) const;
   StatusWord status(int index, cudaStream_t stream) const;  // waits

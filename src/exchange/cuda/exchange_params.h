@@ -63,6 +63,7 @@ struct ExchangeControl {
   std::uint32_t ticket[kNumExchangeTickets];                              // zero between launches
   std::uint32_t chunk_flag[kNumChunkKinds][kMaxDevicePeers][kMaxChunks];  // [kind][rank that made it]: written by it, an epoch
   std::uint32_t chunk_done[kNumChunkKinds][kMaxDevicePeers][kMaxChunks];  // own: parts of a chunk that are there, zero between launches
+  unsigned long long wait_ns[kMaxDevicePeers];                            // own: nanoseconds waited for each rank since reset(); see count_wait()
 };
 
 // First thing of a handle's memory.

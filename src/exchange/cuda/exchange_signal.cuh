@@ -33,13 +33,24 @@ __device__ __forceinline__ void post_signal(const ExchangeParams& q, int rank, E
   }
 }
 
-// True when every rank has posted `epoch`. False: the wait ran out or a peer gave up; the error is recorded.
-__device__ __forceinline__ bool await_signal(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch) {
+// The counter of waits per peer. A launch's CTAs wait together, so one of them speaks for all: the first, or the last where it alone waits.
+__device__ __forceinline__ void count_wait(const ExchangeParams& q, int rank, int peer, std::uint64_t waited_ns) {
+  if (waited_ns != 0) atomicAdd(&q.control(rank)->wait_ns[peer], static_cast<unsigned long long>(waited_ns));
+}
+
+// True when every rank has posted `epoch`. False: the wait ran out or a peer gave up; the error is recorded. is_counted: this CTA's waits are.
+__device__ __forceinline__ bool await_signal(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch, bool is_counted) {
   bool ok = true;
   for (int peer = static_cast<int>(threadIdx.x); peer < q.shape.P && ok; peer += static_cast<int>(blockDim.x)) {
-    ok = wait_for_peer(q.ranks.table, rank, &q.control(rank)->flag[signal][peer], epoch, peer, kExchangePhase + signal);
+    std::uint64_t waited_ns;
+    ok = wait_for_peer(q.ranks.table, rank, &q.control(rank)->flag[signal][peer], epoch, peer, kExchangePhase + signal, waited_ns);
+    if (is_counted) count_wait(q, rank, peer, waited_ns);
   }
   return __syncthreads_and(ok ? 1 : 0) != 0;
+}
+
+__device__ __forceinline__ bool await_signal(const ExchangeParams& q, int rank, ExchangeSignal signal, std::uint32_t epoch) {
+  return await_signal(q, rank, signal, epoch, blockIdx.x == 0);
 }
 
 // A lost peer: the handle and the status word say so. Called by one thread.
@@ -79,7 +90,10 @@ __device__ __forceinline__ void finish_chunk_parts(const ExchangeParams& q, int 
 // One lane: chunk `chunk` made by `maker` is there. False: as await_signal().
 __device__ __forceinline__ bool await_chunk(const ExchangeParams& q, int rank, ChunkKind kind, int maker, int chunk, std::uint32_t epoch) {
   const std::uint32_t* flag = &q.control(rank)->chunk_flag[kind][maker][chunk];
-  return wait_for_peer(q.ranks.table, rank, flag, epoch, maker, kExchangePhase + (kind == kChunkRows ? kSignalRows : kSignalPartials));
+  std::uint64_t waited_ns;
+  const bool ok = wait_for_peer(q.ranks.table, rank, flag, epoch, maker, kExchangePhase + (kind == kChunkRows ? kSignalRows : kSignalPartials), waited_ns);
+  if (blockIdx.x == 0 && threadIdx.x < 32) count_wait(q, rank, maker, waited_ns);
+  return ok;
 }
 
 // True in the CTA of this rank's grid row that arrives last; what all the others wrote is then visible to it and, behind a signal, to peers
@@ -106,7 +120,7 @@ __device__ __forceinline__ void post_only(const ExchangeParams& q, int rank, Exc
 __device__ __forceinline__ void post_and_await(const ExchangeParams& q, int rank, const RankCall& call, ExchangeSignal signal) {
   const std::uint32_t epoch = open_epoch(q, rank, signal);
   post_signal(q, rank, signal, epoch);
-  if (!await_signal(q, rank, signal, epoch)) mark_lost(q, rank, call);
+  if (!await_signal(q, rank, signal, epoch, /*is_counted=*/true)) mark_lost(q, rank, call);
   close_epoch(q, rank, signal, epoch);
 }
 // In any kernel behind the one that posted: the peers' posts of the same epoch. Does not depend on which CTAs are resident.

@@ -95,7 +95,7 @@ __device__ __forceinline__ void exchange_counts(const ExchangeParams& q, int ran
   }
   __syncthreads();
   post_signal(q, rank, kSignalCounts, epoch);
-  if (await_signal(q, rank, kSignalCounts, epoch)) {
+  if (await_signal(q, rank, kSignalCounts, epoch, /*is_counted=*/true)) {
     read_matrix(q, rank, call, q.window<int>(rank, shape.counts) + parity * 2 * P, s);
   } else {
     if (threadIdx.x == 0) *header_of(call) = HandleHeader{};

@@ -23,20 +23,31 @@ __device__ __forceinline__ void record_wait_error(const DevPeers& p, int rank, s
   for (int other = 0; state == 1 && other < p.size; ++other) ptx::st_release_sys(&p.control(other)->poison, 1u);
 }
 
-// True when flag reaches `expected`. `rank` waits; p.rank is not read, so that one table serves all ranks of a launch.
-__device__ __forceinline__ bool wait_for_peer(const DevPeers& p, int rank, const std::uint32_t* flag, std::uint32_t expected, int peer, int phase) {
-  std::uint64_t begin = 0;
+// True when flag reaches `expected`. `rank` waits; p.rank is not read, so that one table serves all ranks of a launch. waited_ns: 0 where the first look
+// found it.
+__device__ __forceinline__ bool wait_for_peer(const DevPeers& p, int rank, const std::uint32_t* flag, std::uint32_t expected, int peer, int phase,
+                                              std::uint64_t& waited_ns) {
+  waited_ns = 0;
+  if (static_cast<std::int32_t>(ptx::ld_acquire_sys(flag) - expected) >= 0) return true;
+  const std::uint64_t begin = ptx::global_timer_ns();
   for (std::uint32_t spins = 1;; ++spins) {
     const std::uint32_t seen = ptx::ld_acquire_sys(flag);
-    if (static_cast<std::int32_t>(seen - expected) >= 0) return true;
+    if (static_cast<std::int32_t>(seen - expected) >= 0) {
+      waited_ns = ptx::global_timer_ns() - begin;
+      return true;
+    }
     if ((spins & 63u) != 0) continue;
     const std::uint64_t now = ptx::global_timer_ns();
-    begin = begin == 0 ? now : begin;
     const bool poisoned = ptx::ld_acquire_sys(&p.control(rank)->poison) != 0;
     if (!poisoned && now - begin < p.timeout_ns) continue;
     record_wait_error(p, rank, poisoned ? 2u : 1u, phase, peer, expected, seen);
     return false;
   }
+}
+
+__device__ __forceinline__ bool wait_for_peer(const DevPeers& p, int rank, const std::uint32_t* flag, std::uint32_t expected, int peer, int phase) {
+  std::uint64_t ignored;
+  return wait_for_peer(p, rank, flag, expected, peer, phase, ignored);
 }
 
 __device__ __forceinline__ bool device_barrier(const DevPeers& p, int cta, int phase) {

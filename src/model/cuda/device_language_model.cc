@@ -13,6 +13,8 @@ void refuse_if(bool is_refused, const std::string& what) {
   if (is_refused) WB_FAIL(ErrorCode::kUnsupported, "training on the GPU does not do {}", what);
 }
 
+}  // namespace
+
 MoeConfig device_moe_config(const ModelConfig& config, const LayerConfig& layer, const DeviceModelOptions& options) {
   MoeConfig m = model::moe_config(config, layer);
   m.T_max = options.B * config.seq_len;
@@ -21,6 +23,8 @@ MoeConfig device_moe_config(const ModelConfig& config, const LayerConfig& layer,
   if (m.recipe.kind == Recipe::kF32) m.recipe.kind = Recipe::kBF16;
   return m;
 }
+
+namespace {
 
 DeviceShare share_of(int W, const std::vector<int>& devices, std::size_t index) {
   const int each = W / static_cast<int>(devices.size());
@@ -73,7 +77,7 @@ DeviceLanguageModel::DeviceLanguageModel(const ModelConfig& config, int W, const
     slots_.emplace_back(), done_.emplace_back();
     for (const auto& part : parts_) {
       const DeviceGuard guard(part->share().device);
-      slots_[s].emplace_back(part->layout().bytes), done_[s].push_back(std::make_unique<CudaEvent>());
+      slots_[s].emplace_back(part->layout().host_bytes), done_[s].push_back(std::make_unique<CudaEvent>());
     }
   }
   make_experts();
@@ -94,6 +98,7 @@ std::vector<MoeConfig> DeviceLanguageModel::moe_configs() const {
 void DeviceLanguageModel::make_experts() {
   const std::vector<MoeConfig> configs = moe_configs();
   if (configs.empty()) return;
+  waits_before_.assign(configs.size(), {});
   std::size_t bytes = 0;
   for (const MoeConfig& config : configs) bytes += DeviceMoeLayer::arena_bytes(config, W_);
   for (const auto& part : parts_) part->drop_experts();
@@ -278,7 +283,14 @@ void DeviceLanguageModel::record(std::size_t slot) {
   for (std::size_t d = 0; d < parts_.size(); ++d) {
     const DeviceGuard guard(parts_[d]->share().device);
     const PinnedBuffer& to = slots_[slot][d];
-    WB_TRY_CUDA(cudaMemcpyAsync(to.data(), parts_[d]->record().data(), to.bytes(), cudaMemcpyDeviceToHost, parts_[d]->stream()));
+    const RecordLayout& layout = parts_[d]->layout();
+    WB_TRY_CUDA(cudaMemcpyAsync(to.data(), parts_[d]->record().data(), layout.bytes, cudaMemcpyDeviceToHost, parts_[d]->stream()));
+    for (std::size_t i = 0; i < parts_[d]->num_moe_layers(); ++i) {
+      for (int r = 0; r < layout.num_ranks; ++r) {
+        WB_TRY_CUDA(cudaMemcpyAsync(to.at<std::uint64_t>(layout.wait(i, r)), parts_[d]->experts(i).exchange().wait_ns(r),
+                                    static_cast<std::size_t>(W_) * sizeof(std::uint64_t), cudaMemcpyDeviceToHost, parts_[d]->stream()));
+      }
+    }
     WB_TRY_CUDA(cudaMemcpyAsync(&to.at<RecordHeader>(0)->update, parts_[d]->update_state(), sizeof(UpdateState), cudaMemcpyDeviceToHost, parts_[d]->stream()));
     done_[slot][d]->record(parts_[d]->stream());
   }
@@ -312,10 +324,18 @@ DeviceStepResult DeviceLanguageModel::finish_step() {
       to.overflowed = to.overflowed || layer.overflows > 0;
       to.max_slot_demand = std::max(to.max_slot_demand, layer.max_slot_demand), to.max_row_demand = std::max(to.max_row_demand, layer.max_row_demand);
       to.aux += layer.aux, to.sequence += layer.sequence, to.global += layer.global, to.z += layer.z;
-      for (int r = 0; r < layout.num_ranks; ++r) to.ranks.push_back(*from.at<RankRecord>(layout.rank(moe, r)));
+      for (int r = 0; r < layout.num_ranks; ++r) {
+        to.ranks.push_back(*from.at<RankRecord>(layout.rank(moe, r)));
+        const auto* waits = from.at<std::uint64_t>(layout.wait(moe, r));
+        to.wait_ns.insert(to.wait_ns.end(), waits, waits + W_);
+      }
       const auto* counts = from.at<std::int64_t>(layout.counts[moe]);
       for (std::size_t e = 0; e < to.counts.size(); ++e) to.counts[e] += counts[e];
     }
+    // The device's counters only grow: a step's waits are what they grew by.
+    std::vector<std::uint64_t>& before = waits_before_[moe];
+    before.resize(to.wait_ns.size());
+    for (std::size_t k = 0; k < before.size(); ++k) std::swap(before[k], to.wait_ns[k]), to.wait_ns[k] = before[k] - to.wait_ns[k];
     ++moe;
   }
   return result;

@@ -25,6 +25,9 @@ struct DeviceModelOptions {
   double receive_factor = 0;       // of every MoE layer; 0 = worst case
 };
 
+// A MoE layer of the model as DeviceMoeLayer takes it.
+MoeConfig device_moe_config(const ModelConfig& config, const LayerConfig& layer, const DeviceModelOptions& options);
+
 // A step's update, as the trainer decides it beforehand.
 struct DeviceUpdate {
   OptimizerConfig optimizer;
@@ -37,6 +40,7 @@ struct DeviceLayerResult {
   bool overflowed = false;
   std::vector<std::int64_t> counts;                      // [E] over all ranks and micro-batches
   std::vector<RankRecord> ranks;                         // [W]
+  std::vector<std::uint64_t> wait_ns;                    // [W, W]: how long rank r waited for rank p in this step
   std::int64_t max_slot_demand = 0, max_row_demand = 0;  // of any rank and micro-batch
   double aux = 0, sequence = 0, global = 0, z = 0;       // over all ranks
 };
@@ -111,6 +115,7 @@ class DeviceLanguageModel {
   std::vector<std::vector<std::unique_ptr<CudaEvent>>> done_;
   CudaEvent start_;
   const CudaEvent* last_end_ = nullptr;
+  std::vector<std::vector<std::uint64_t>> waits_before_;  // [MoE layer][W, W] at the end of the newest step that was read
   std::size_t next_slot_ = 0;
   std::deque<Pending> pending_;
 };

@@ -11,8 +11,6 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr std::int64_t kLogitElements = std::int64_t{1} << 25;  // logits that exist at a time: 128 MB
-
 std::vector<std::int64_t> experts_of(const ModelConfig& config) {
   std::vector<std::int64_t> experts;
   for (const LayerConfig& layer : config.layers)
@@ -30,7 +28,7 @@ DevicePart::DevicePart(const ModelConfig& config, const model::ParameterList& li
       B_(B * share.num_ranks),
       T_(B_ * config.seq_len),
       parameters_(list, share),
-      layout_(experts_of(config), share.num_ranks),
+      layout_(experts_of(config), share.num_ranks, share.W),
       record_(layout_.bytes, share.device),
       update_state_(sizeof(UpdateState), share.device),
       num_staging_(inputs_in_flight) {

@@ -18,6 +18,8 @@
 
 namespace waybill::cuda {
 
+inline constexpr std::int64_t kLogitElements = std::int64_t{1} << 25;  // logits that exist at a time: 128 MB
+
 struct DeviceLayerSaved {
   DeviceBuffer x, x_mid;                                             // [T, H]
   DeviceBuffer q, k, v, q_raw, k_raw, o, lse, rstd, q_rstd, k_rstd;  // attention

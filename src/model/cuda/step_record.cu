@@ -69,10 +69,11 @@ __global__ void __launch_bounds__(kThreads) sum_over_devices(const SumOverDevice
 
 }  // namespace
 
-RecordLayout::RecordLayout(const std::vector<std::int64_t>& experts, int ranks_here) : num_ranks(ranks_here) {
+RecordLayout::RecordLayout(const std::vector<std::int64_t>& experts, int ranks_here, int world) : num_ranks(ranks_here), W(world) {
   ranks = layer(experts.size());
   bytes = rank(experts.size(), 0);
   for (const std::int64_t E : experts) counts.push_back(bytes), bytes += static_cast<std::size_t>(E) * sizeof(std::int64_t);
+  host_bytes = wait(experts.size(), 0);
 }
 
 void launch_collect(const CollectCall& c, cudaStream_t stream) { collect<<<1, kThreads, 0, stream>>>(c); }

@@ -29,14 +29,18 @@ struct RankRecord {
   std::int64_t min_expert_rows, max_expert_rows;  // of a micro-batch
 };
 
-// Offsets of the parts: header, layers [num_layers], ranks [num_layers, num_ranks], counts [num_layers, E of it].
+// Offsets of the parts: header, layers [num_layers], ranks [num_layers, num_ranks], counts [num_layers, E of it]. Behind them, in the host's copy alone:
+// waits [num_layers, num_ranks, W], nanoseconds as DeviceExchange::wait_ns().
 struct RecordLayout {
   RecordLayout() = default;
-  RecordLayout(const std::vector<std::int64_t>& experts, int num_ranks);  // experts: E of every MoE layer
+  RecordLayout(const std::vector<std::int64_t>& experts, int num_ranks, int W);  // experts: E of every MoE layer
   std::size_t layer(std::size_t i) const { return sizeof(RecordHeader) + i * sizeof(LayerRecord); }
   std::size_t rank(std::size_t i, int r) const { return ranks + (i * static_cast<std::size_t>(num_ranks) + static_cast<std::size_t>(r)) * sizeof(RankRecord); }
-  int num_ranks = 0;
-  std::size_t ranks = 0, bytes = 0;
+  std::size_t wait(std::size_t i, int r) const {
+    return bytes + (i * static_cast<std::size_t>(num_ranks) + static_cast<std::size_t>(r)) * static_cast<std::size_t>(W) * sizeof(std::uint64_t);
+  }
+  int num_ranks = 0, W = 0;
+  std::size_t ranks = 0, bytes = 0, host_bytes = 0;
   std::vector<std::size_t> counts;  // of layer i: [E] i64
 };
 

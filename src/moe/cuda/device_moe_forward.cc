@@ -148,6 +148,7 @@ void DeviceMoeLayer::Impl::report(const Forward& f) {
     if (has_losses(config) && f.options.training && !takes_map(f.saved)) args.losses = scratch_at<double>(i, scratch_parts.losses);
     if (args.losses != nullptr && has_two_aux_losses(config)) args.global_losses = args.losses + 3;
     if (config.capacity_factor > 0) args.dropped = scratch_at<std::int32_t>(i, scratch_parts.dropped);
+    args.wait_ns = exchange->wait_ns(index), args.P = P;
     launch_step_report(args, f.stream);
     check_launch("moe_step_report");
   }

@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kThreads) moe_step_report(const StepReportArgs
   }
   low = __reduce_min_sync(ptx::kFullWarp, low), high = __reduce_max_sync(ptx::kFullWarp, high);
   if ((threadIdx.x & 31) == 0) least[threadIdx.x / 32] = low, most[threadIdx.x / 32] = high;
+  for (int p = static_cast<int>(threadIdx.x); p < args.P; p += kThreads) reinterpret_cast<volatile std::uint64_t*>(args.report->wait_ns)[p] = args.wait_ns[p];
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int w = 1; w < kThreads / 32; ++w) low = min(low, least[w]), high = max(high, most[w]);

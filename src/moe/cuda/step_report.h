@@ -20,7 +20,9 @@ struct StepReportArgs {
   const double* global_losses;  // [1] the global loss beside an aux loss; or null
   const std::int32_t* dropped;  // [1] or null
   std::uint32_t dense_map_reasons;
-  DeviceMoeReport* report;  // page-locked host memory
+  DeviceMoeReport* report;            // page-locked host memory
+  const unsigned long long* wait_ns;  // [P]
+  std::int32_t P;
 };
 void launch_step_report(const StepReportArgs& args, cudaStream_t stream);
 

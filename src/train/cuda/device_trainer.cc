@@ -7,6 +7,9 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
+#include "model/cuda/device_memory.h"
 #include "waybill/balance.h"
 #include "waybill/error.h"
 #include "waybill/trainer.h"
@@ -15,6 +18,19 @@ namespace waybill::cuda {
 namespace {
 
 constexpr std::int64_t kStatusEvery = 20;  // steps between reads of the layers' sticky row counters, which wait for the GPU
+
+// Free memory of the first GPUs, with the context and the kernels of this program loaded.
+std::vector<std::size_t> free_bytes(std::int64_t gpus) {
+  std::vector<std::size_t> all;
+  for (int device = 0; device < static_cast<int>(gpus); ++device) {
+    const DeviceGuard guard(device);
+    std::size_t free = 0, total = 0;
+    WB_TRY_CUDA(cudaFree(nullptr));
+    WB_TRY_CUDA(cudaMemGetInfo(&free, &total));
+    all.push_back(free);
+  }
+  return all;
+}
 
 ModelConfig with_one_rank(ModelConfig config) {
   for (LayerConfig& layer : config.layers) layer.P = 1;
@@ -46,6 +62,7 @@ DeviceTrainer::DeviceTrainer(const RunConfig& config, Fabric& world, ThreadPool*
       list_(model::make_parameters(one_rank_, 0, config.train.seed, pool)),
       states_(make_optimizer_states(list_.parameters)),
       B_(sequences_of(config)),
+      free_before_(free_bytes(config.train.gpus)),
       model_(config.model, config.parallel.W(), list_, model_options(config)),
       info_(initial_info(config)) {
   for (std::size_t i = 0; i < config.model.layers.size(); ++i) {
@@ -53,6 +70,7 @@ DeviceTrainer::DeviceTrainer(const RunConfig& config, Fabric& world, ThreadPool*
     loads_.push_back(Tensor::zeros(DType::kI64, {config.model.layers[i].moe.E}));
     load_layers_.push_back(static_cast<std::int64_t>(i));
   }
+  predicted_bytes_ = static_cast<std::int64_t>(device_model_memory(config.model, config.parallel.W(), model_options(config)).total());
   model_.upload(states_, 0);
   model_.set_phase_observer([this](Phase phase, cudaStream_t stream) { timer_.mark(phase, stream); });
 }
@@ -94,7 +112,7 @@ std::vector<StepMetrics> DeviceTrainer::advance(const Dataset& data, std::int64_
       done[0].reruns = reruns;
       done[0].step_ms = milliseconds;
       done[0].tokens_per_s = static_cast<double>(done[0].tokens) / milliseconds * 1e3;
-      read_row_counters(done[0]);
+      read_row_counters(done[0]), note_memory(done[0]);
       return done;
     }
     ++info_.reruns;
@@ -114,7 +132,7 @@ std::vector<StepMetrics> DeviceTrainer::settle() {
     if (result.update.budgets_held == 0) overflowed = result;
   }
   if (!overflowed.layers.empty()) raise_receive_factor(overflowed, 1);
-  if (!done.empty()) read_row_counters(done.back());
+  if (!done.empty()) read_row_counters(done.back()), note_memory(done.back());
   return done;
 }
 
@@ -125,6 +143,16 @@ void DeviceTrainer::read_row_counters(StepMetrics& newest) {
   for (std::size_t i = 0; i < words.size(); ++i) {
     newest.layers[i].nonfinite_rows = words[i].num_nonfinite_rows, newest.layers[i].short_rows = words[i].num_short_rows;
   }
+}
+
+// Nothing is allocated inside of a step but in the first ones and after a raised budget: this is the most that was held. Other programs' memory on the
+// GPU is in it where it changed meanwhile.
+void DeviceTrainer::note_memory(StepMetrics& newest) {
+  const std::vector<std::size_t> now = free_bytes(config_.train.gpus);
+  for (std::size_t d = 0; d < now.size(); ++d) {
+    peak_bytes_ = std::max(peak_bytes_, static_cast<std::int64_t>(free_before_[d]) - static_cast<std::int64_t>(now[d]));
+  }
+  newest.peak_bytes = peak_bytes_, newest.predicted_bytes = predicted_bytes_;
 }
 
 // As RankTrainer: demand over capacity of the fullest rank and layer; W times balanced load always suffices.
@@ -141,6 +169,9 @@ void DeviceTrainer::raise_receive_factor(const DeviceStepResult& result, std::in
   WB_CHECK(info_.receive_factor < worst_case, "a receive budget overflowed though the receive factor {} is the worst case", info_.receive_factor);
   info_.receive_factor = attempt > config_.train.max_reruns ? worst_case : std::min(info_.receive_factor * grow, worst_case);
   model_.set_receive_factor(info_.receive_factor);
+  DeviceModelOptions options = model_options(config_);
+  options.receive_factor = info_.receive_factor;
+  predicted_bytes_ = static_cast<std::int64_t>(device_model_memory(config_.model, config_.parallel.W(), options).total());
 }
 
 StepMetrics DeviceTrainer::finish(const DeviceStepResult& result, const Queued& queued) {
@@ -184,6 +215,11 @@ void DeviceTrainer::add_layers(const DeviceStepResult& result, StepMetrics& metr
       to.rank_rows.push_back(rank.rows);
       to.min_expert_rows = std::min(to.min_expert_rows, rank.min_expert_rows), to.max_expert_rows = std::max(to.max_expert_rows, rank.max_expert_rows);
       flops += static_cast<double>(rank.slots) * slot_flops(config_.model.layers[static_cast<std::size_t>(layer.layer)].moe);
+    }
+    const auto W = static_cast<std::size_t>(config_.parallel.W());
+    for (std::size_t r = 0; r < W; ++r) {
+      std::vector<double>& row = to.wait_us.emplace_back();
+      for (std::size_t p = 0; p < W; ++p) row.push_back(static_cast<double>(layer.wait_ns.at(r * W + p)) * 1e-3);
     }
     to.slot_demand = layer.max_slot_demand, to.row_demand = layer.max_row_demand;
     metrics.aux_loss += layer.aux + layer.sequence + layer.global + layer.z;

@@ -39,6 +39,7 @@ class DeviceTrainer final : public StepTrainer {
   void queue(const Dataset& data, std::int64_t step);
   StepMetrics finish(const DeviceStepResult& result, const Queued& queued);
   void read_row_counters(StepMetrics& newest);
+  void note_memory(StepMetrics& newest);
   void add_layers(const DeviceStepResult& result, StepMetrics& metrics) const;
   void raise_receive_factor(const DeviceStepResult& result, std::int64_t attempt);
   DeviceLanguageModel::Evaluation evaluate_batch(const std::vector<model::TokenBatch>& ranks);
@@ -51,8 +52,10 @@ class DeviceTrainer final : public StepTrainer {
   ModelConfig one_rank_;  // the model with P = 1: what the host's list and samples see
   model::ParameterList list_;
   std::vector<OptimizerState> states_;
-  std::int64_t B_;  // sequences of a micro-batch on a rank
+  std::int64_t B_;                        // sequences of a micro-batch on a rank
+  std::vector<std::size_t> free_before_;  // device memory of every GPU before the model is made
   DeviceLanguageModel model_;
+  std::int64_t peak_bytes_ = 0, predicted_bytes_ = 0;
   std::unique_ptr<LanguageModel> sampling_;
   PhaseTimer timer_;
   std::deque<Queued> queued_;

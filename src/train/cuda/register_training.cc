@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdlib>
 
+#include "model/cuda/device_memory.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
@@ -28,7 +29,9 @@ std::unique_ptr<StepTrainer> make(const RunConfig& config, Fabric& world, Thread
   return std::make_unique<DeviceTrainer>(config, world, pool);
 }
 
-constexpr detail::TrainDeviceBackend kBackend = {num_gpus, check, make};
+GpuMemoryEstimate memory(const RunConfig& config) { return device_model_memory(config.model, config.parallel.W(), DeviceTrainer::model_options(config)); }
+
+constexpr detail::TrainDeviceBackend kBackend = {num_gpus, check, make, memory};
 
 }  // namespace
 
