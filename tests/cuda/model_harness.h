@@ -16,10 +16,11 @@
 
 namespace waybill::cuda::testing {
 
-// A copy of host values.
+// A copy of host values, with zeros behind them: copies of the whole buffer read no byte that nobody wrote (initcheck).
 template <class T>
 DeviceBuffer upload(const T* values, std::int64_t count) {
   DeviceBuffer buffer(static_cast<std::size_t>(count) * sizeof(T) + 16);
+  buffer.fill(0);
   buffer.upload(values, static_cast<std::size_t>(count) * sizeof(T));
   WB_TRY_CUDA(cudaDeviceSynchronize());
   return buffer;
