@@ -29,7 +29,7 @@ class Layer:
         if ep is not None and ep.size > 1:
             _core._compare_configs(struct, ep)
             peers = _device.Peers(ep.rank, ep.size, os.environ.get("MASTER_ADDR", "127.0.0.1"), ep.all_reduce)
-        self.core = _device.Layer(struct, device, peers)
+        self.core, self.ep = _device.Layer(struct, device, peers), ep  # kept alive: its id is part of the layer's key
         self.config, self.device, self.P, self.T_max = config, device, self.core.P, struct.T_max
         self.has_losses, self.saved_bytes = _device.has_losses(config), self.core.saved_bytes
         self.number = _views.register(self)
