@@ -309,16 +309,16 @@ Timing run_forward(const Case& c, const Problem& p) {
   }
   for (const int off : {1, 2, 3}) {
     if (!g_variants) break;
-    router_tuning::policy().quads = (off & 1) == 0, router_tuning::policy().max_counts_by_sum = (off & 2) != 0 ? 0 : 256;
+    router_tuning::policy().quads = (off & 1) == 0, router_tuning::policy().max_counts_by_sum = (off & 2) != 0 ? 0 : router_tuning::kMaxExperts;
     const bool same = bench.check_forward(true, false);
     record("router_fwd", p.name, fmt::format("cold{}{}", off & 1 ? ", no quads" : "", off & 2 ? ", ticket" : ""), p.time([&](int i) { bench.forward(i); }),
            floor, 0, same);
     router_tuning::policy() = {};
   }
-  if (g_variants && c.E > 256) {
-    router_tuning::policy().max_counts_by_sum = static_cast<int>(c.E);
+  if (g_variants && c.E <= 256) {
+    router_tuning::policy().early_counts = false;
     const bool same = bench.check_forward(true, false);
-    record("router_fwd", p.name, "cold, by sum", p.time([&](int i) { bench.forward(i); }), floor, 0, same);
+    record("router_fwd", p.name, "cold, counts by the CTA", p.time([&](int i) { bench.forward(i); }), floor, 0, same);
     router_tuning::policy() = {};
   }
   if (with_portable) record("router_fwd", p.name, "portable", p.time([&](int i) { bench.forward(i, true, true); }, 3), floor, 0, portable_checked);

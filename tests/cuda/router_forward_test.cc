@@ -191,6 +191,29 @@ TEST(RouterForwardCuda, TokenCountsFromZeroToManyMatch) {
   }
 }
 
+// Counts that each CTA's last warp hands over: warps without rows, of several rounds, and with rows that take the exact path first or last; rows without
+// routes; offsets of any alignment.
+TEST(RouterForwardCuda, CountsAreCompleteWhicheverWarpEndsLast) {
+  WB_NEEDS_GPU();
+  unsigned turn = 0;
+  for (const std::int64_t E : {128, 256, 512}) {
+    for (const std::int64_t T : {1, 5, 700, 9000}) {
+      for (const std::int64_t alignment : {1, 12, 128}) {
+        ++turn;
+        RouterProblem p = problem(T, E, 8, turn % 2 == 0 ? ScoreFunction::kSoftmax : ScoreFunction::kSigmoid, turn % 2 != 0);
+        p.config.offset_alignment = alignment;
+        fill_logits(p, "normal", turn);
+        for (std::int64_t t = turn % 3; t < T; t += 5 + turn % 4) {  // ties, or scores that underflow
+          for (std::int64_t e = 0; e < E; ++e) p.logits[static_cast<std::size_t>(t * E + e)] = t % 2 == 0 ? 0.5f : -200.0f - static_cast<float>(e % 3);
+        }
+        for (std::int64_t t = 0; t < T; ++t) p.padding.push_back(t % 11 == 3);
+        check_forward(p, fmt::format("E {} T {} alignment {}", E, T, alignment));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 TEST(RouterForwardCuda, WeightsIgnoreABiasOf30) {
   WB_NEEDS_GPU();
   for (const std::int64_t E : {256, 2304}) {

@@ -16,14 +16,15 @@ __device__ __forceinline__ float loss_weight(const RouterLossParams& p, int i) {
 struct LossFactors {
   float aux = 0.0f, z = 0.0f;
 };
-__device__ __forceinline__ LossFactors loss_factors(const RouterLossParams& p) {
+// weighted: with the caller's loss weights, which are in global memory.
+__device__ __forceinline__ LossFactors loss_factors(const RouterLossParams& p, bool weighted = true) {
   const double valid = p.valid_tokens == nullptr ? static_cast<double>(p.rows.T) : static_cast<double>(*p.valid_tokens);
   LossFactors f;
   if (valid <= 0) return f;
   const double aux_tokens = p.aux_tokens > 0 ? p.aux_tokens : valid, loss_tokens = p.loss_tokens > 0 ? p.loss_tokens : valid;
   f.aux = static_cast<float>(p.aux_coefficient * (static_cast<double>(p.rows.E) / p.rows.K) / (aux_tokens * loss_tokens));
   f.z = static_cast<float>(p.z_coefficient / loss_tokens);
-  f.aux *= loss_weight(p, 0), f.z *= loss_weight(p, 2);
+  if (weighted) f.aux *= loss_weight(p, 0), f.z *= loss_weight(p, 2);
   return f;
 }
 

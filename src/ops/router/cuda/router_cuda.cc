@@ -51,7 +51,7 @@ struct Scratch {
   struct Fixed {
     std::uint32_t counts[kExperts + 4];
     std::int32_t aux_counts[kExperts];
-    std::uint32_t forward_ticket, reached, loss_ticket, unused;
+    std::uint32_t forward_ticket, reached, loss_ticket, sums_ready, sums_readers, unused;
     std::int32_t valid_tokens, padding;
     double losses[4];
     double partials[3 * 2048];
@@ -69,6 +69,7 @@ RouterSumParams sum_scratch(Scratch& scratch, const RouterRows& rows, int partia
   p.rows = rows;
   p.square_partials = scratch.sums.as<double>();
   p.sum_partials = reinterpret_cast<float*>(scratch.sums.as<std::byte>() + squares);
+  if (router_tuning::policy().early_sums) p.ready = &scratch.at()->sums_ready, p.readers = &scratch.at()->sums_readers;
   return p;
 }
 
@@ -231,7 +232,7 @@ void router_forward(const ForwardCall& call, bool portable) {
   p.token_offset = call.inputs.token_offset;
   p.counts = out.route.counts, p.offsets = out.offsets, p.aligned_offsets = out.aligned_offsets;
   p.alignment = static_cast<int>(call.config.offset_alignment);
-  p.status = out.status;
+  p.status = out.status, p.early_counts = router_tuning::policy().early_counts ? 1 : 0;
   Scratch::Fixed* scratch = scratch_of(device, stream).at();
   const RouterCountScratch by_ticket{scratch->counts, &scratch->forward_ticket, nullptr},
       by_sum{scratch->counts, &scratch->forward_ticket, router_tuning::counts_by_sum(static_cast<int>(call.config.E)) ? &scratch->reached : nullptr};
@@ -242,7 +243,7 @@ void router_forward(const ForwardCall& call, bool portable) {
   RouterSumParams sums{};
   if (out.score_sums != nullptr) {
     sums = sum_scratch(scratch_of(device, stream), p.rows, std::max(limits.num_sms, kScoreSumCtas), device, stream);
-    sums.sums = out.score_sums, p.sum_partials = sums.sum_partials, p.square_partials = sums.square_partials;
+    sums.sums = out.score_sums, p.sum_partials = sums.sum_partials, p.square_partials = sums.square_partials, p.sums_ready = sums.ready;
     if (!use_block && type == LogitType::kF32 && router_tuning::policy().sums_in_forward) sums.num_partials = launch_router_forward_sums(p, limits, stream);
   }
   if (sums.num_partials > 0) {
@@ -254,7 +255,7 @@ void router_forward(const ForwardCall& call, bool portable) {
   } else {
     launch_warp(type, p, limits, stream);
   }
-  if (out.score_sums != nullptr && sums.num_partials == 0) sum_scores(type, sums, limits, stream);
+  if (out.score_sums != nullptr && sums.num_partials == 0) sums.ready = nullptr, sum_scores(type, sums, limits, stream);
   check_launch("router_forward");
   if (out.counts_unbiased != nullptr) {
     RouterConfig plain = call.config;

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) router_forward_block(const __grid_co
       count_short_rows(p.status, flags[1] < rows.K);
     }
   }
-  finish_counts(p);
+  finish_counts(p, draw_number(p));
 }
 
 // Forced balance and replay: ids are given, only weights are computed. One warp per token.
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads) router_forced(const __grid_constant_
     count_bad_ids(p.status, static_cast<int>(ptx::redux_add(bad)));
     __syncwarp();
   }
-  finish_counts(p);
+  finish_counts(p, draw_number(p));
 }
 
 template <class T>

@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kPairThreads, 2) router_forward_pair(const __g
     }
   }
   flush_histogram(p, hist);
-  finish_counts(p);
+  finish_counts(p, draw_number(p));
 }
 
 // True where the pair kernel takes the problem.

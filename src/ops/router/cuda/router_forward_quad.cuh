@@ -19,10 +19,11 @@
 namespace waybill::cuda {
 
 // kVectors * 32 experts. T: logits; kMode: QuadMode. Four rows from t0 on are in `rows_smem` [4][E]. False: they must go through the
-// exact path one by one; nothing but rows that are not finite was counted. `next()` is called once the rows have been read.
-template <class T, int kVectors, int kMode, class Next>
+// exact path one by one; nothing but rows that are not finite was counted. `next()` is called once the rows have been read, `counted()` once
+// their routes have been counted, before the weights are made.
+template <class T, int kVectors, int kMode, class Next, class Counted>
 __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0, T* rows_smem, const float* bias_smem, QuadScratch& scratch,
-                                           std::uint32_t* hist, const Next& next) {
+                                           std::uint32_t* hist, const Next& next, const Counted& counted) {
   const RouterRows& rows = p.rows;
   constexpr int kWide = kMode == kQuadGrouped || sizeof(T) == 4 ? 4 : 8;  // experts of one access
   constexpr int kExperts = kVectors * 32, kHeld = kExperts / 8;
@@ -98,6 +99,7 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
       }
     }
   }
+  unsigned kept_vectors = 0xffu;  // the groups of grouped rows
   if constexpr (kMode == kQuadGrouped) {
     bool certain = true;
     unsigned kept = kept_groups(p, f, certain);
@@ -108,19 +110,23 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
       kept = which == token ? exact : kept;
       doubtful &= ~(0xffu << (which * 8));
     }
-#pragma unroll
-    for (int v = 0; v < kHeld / 4; ++v) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f[v][i] = (kept >> v & 1u) != 0 ? f[v][i] : -kInfinity;
-    }
+    kept_vectors = kept;
   }
   // Maxima over the same place of all vectors: every one of them has entries in each group.
   float maxima[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    maxima[i] = f[0][i];
+    if constexpr (kMode == kQuadGrouped) {
+      maxima[i] = -kInfinity;
 #pragma unroll
-    for (int v = 1; v < kHeld / 4; ++v) maxima[i] = fmaxf(maxima[i], f[v][i]);
+      for (int v = 0; v < kHeld / 4; ++v) {
+        if ((kept_vectors >> v & 1u) != 0) maxima[i] = fmaxf(maxima[i], f[v][i]);
+      }
+    } else {
+      maxima[i] = f[0][i];
+#pragma unroll
+      for (int v = 1; v < kHeld / 4; ++v) maxima[i] = fmaxf(maxima[i], f[v][i]);
+    }
   }
   constexpr int kFilter = kMode == kQuadPlain ? kPlain : kBiased;
   float largest = -kInfinity;
@@ -149,6 +155,11 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
     if (kMode == kQuadPlain && j == kHeld / 2) __syncwarp();
   }
   unsigned hits = active ? ~below & (kHeld == 32 ? 0xffffffffu : (1u << kHeld % 32) - 1u) : 0u;
+  if constexpr (kMode == kQuadGrouped) {  // a nibble a group, the first one on top
+    unsigned mask = __brev(kept_vectors) >> 24;
+    mask = (mask | mask << 12) & 0x000f000fu, mask = (mask | mask << 6) & 0x03030303u, mask = (mask | mask << 3) & 0x11111111u;
+    hits &= mask * 15u;
+  }
   const int mine = __popc(hits);
   int slot = mine;
 #pragma unroll
@@ -189,6 +200,19 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
   const bool is_softmax = rows.score == kScoreSoftmax || rows.score == kScoreSoftmaxSelected;
   const bool renormalise = rows.renormalise != 0 || rows.score == kScoreSoftmaxSelected;
   if (sizeof(T) == 2 && by_logit && !is_softmax) s = has ? scalar::sigmoid(s) : 0.0f;
+  // Underflow (of sigmoid: the others' best score is 1) or parity. A sum of scores is not below the largest one.
+  if (renormalise && rows.epsilon > 0.0f) return false;
+  if (renormalise && !is_softmax) {
+    const unsigned above = __ballot_sync(ptx::kFullWarp, s > 1e-12f) >> (lane & 24) & 0xffu;
+    if (__any_sync(ptx::kFullWarp, active && chosen > 0 && above == 0)) return false;
+  }
+  const unsigned is_short = __ballot_sync(ptx::kFullWarp, active && chosen < K);
+  if (is_short != 0) {
+    count_short_rows(p.status, ((is_short & 0xffu) != 0) + ((is_short & 0xff00u) != 0) + ((is_short & 0xff0000u) != 0) + (is_short >> 24 != 0));
+  }
+  if (exists && sub == 0 && chosen < K) atomicAdd(hist + rows.E, static_cast<std::uint32_t>(K - chosen));
+  if (has) atomicAdd(hist + own.id, 1u);
+  counted();
   float sum = 1.0f;
   if (is_softmax) {
     float shift = scratch.row_max[token];
@@ -196,16 +220,7 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
     s = has ? exp_difference(s, shift) : 0.0f;
     sum = scratch.row_sum[token];
   }
-  if (renormalise) {
-    sum = quad_sum(s);
-    const bool rare = (!is_softmax && active && chosen > 0 && !(sum > 1e-12f)) || rows.epsilon > 0.0f;
-    if (__any_sync(ptx::kFullWarp, rare)) return false;  // underflow or parity
-  }
-  const unsigned is_short = __ballot_sync(ptx::kFullWarp, active && chosen < K);
-  if (is_short != 0) {
-    count_short_rows(p.status, ((is_short & 0xffu) != 0) + ((is_short & 0xff00u) != 0) + ((is_short & 0xff0000u) != 0) + (is_short >> 24 != 0));
-  }
-  if (exists && sub == 0 && chosen < K) atomicAdd(hist + rows.E, static_cast<std::uint32_t>(K - chosen));
+  if (renormalise) sum = quad_sum(s);
   if (p.ids != nullptr && exists && sub < K) {
     const std::int64_t at = static_cast<std::int64_t>(t) * K + sub;
     store_id(p.ids, p.id_bytes, at, has ? static_cast<std::int32_t>(own.id) : -1);
@@ -213,7 +228,6 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
     p.weights[at] = scalar::mul(s, factor);
     if (sub == 0) store_factor(rows, p.factors, t, chosen > 0 ? factor : 0.0f);
   }
-  if (has) atomicAdd(hist + own.id, 1u);
   __syncwarp();
   return true;
 }
@@ -241,12 +255,13 @@ __host__ __device__ constexpr int quad_warp_bytes() {
 }
 
 template <class T, int kVectors, int kMode>
-__global__ void __launch_bounds__(kQuadThreads, kQuadBlocks<kVectors, kMode>) router_forward_quad(const __grid_constant__ RouterForwardParams p) {
+__global__ void __launch_bounds__(kQuadThreads<kVectors, kMode>, 1) router_forward_quad(const __grid_constant__ RouterForwardParams p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   static_assert(sizeof(QuadScratch) >= sizeof(WarpScratch<128>));
-  constexpr int kExperts = kVectors * 32, kWarps = kQuadThreads / 32;
+  constexpr int kExperts = kVectors * 32, kThreads = kQuadThreads<kVectors, kMode>, kWarps = kThreads / 32;
   extern __shared__ __align__(16) unsigned char dynamic_smem[];
-  __shared__ std::uint32_t hist[kExperts + 1];
+  static_assert(sizeof(QuadScratch) >= 64 * kVectors * sizeof(std::uint32_t));
+  __shared__ std::uint32_t hist[kExperts + 1], arrived;
   __shared__ __align__(16) float bias_smem[kMode == kQuadPlain ? 4 : kExperts];
   __shared__ std::uint64_t barriers[kWarps];
   const RouterRows& rows = p.rows;
@@ -254,12 +269,14 @@ __global__ void __launch_bounds__(kQuadThreads, kQuadBlocks<kVectors, kMode>) ro
   const auto warp = [] { return static_cast<int>(ptx::thread_again() >> 5); };
   const auto rows_smem = [&] { return reinterpret_cast<T*>(dynamic_smem) + warp() * 4 * kExperts; };
   const auto scratch = [&]() -> QuadScratch& { return reinterpret_cast<QuadScratch*>(dynamic_smem + kWarps * 4 * kExperts * sizeof(T))[warp()]; };
+  const auto buffer = [&] { return reinterpret_cast<std::uint32_t*>(&scratch()); };  // for the counts, once the lists have been read
   begin_kernel();
   if ((threadIdx.x & 31) == 0) {
     ptx::mbarrier_init(barriers + warp(), 1);
     ptx::mbarrier_init_fence();
   }
   clear_histogram(hist, rows.E);
+  if (threadIdx.x == 0) arrived = 0;
   __syncwarp();
   await_previous();
   constexpr std::uint32_t kRowBytes = kExperts * sizeof(T);
@@ -279,13 +296,21 @@ __global__ void __launch_bounds__(kQuadThreads, kQuadBlocks<kVectors, kMode>) ro
   int t0 = (warp() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * 4;
   fetch(t0);
   if constexpr (kMode != kQuadPlain) {
-    for (int e = static_cast<int>(threadIdx.x); e < kExperts; e += kQuadThreads) bias_smem[e] = effective_bias(rows, e);
+    for (int e = static_cast<int>(threadIdx.x); e < kExperts; e += kThreads) bias_smem[e] = effective_bias(rows, e);
   }
   __syncthreads();
+  const bool by_warp = counts_by_warp(p);
+  CountsInFlight<kVectors> counts;
+  counts.number = kCountsHeld;
   for (std::uint32_t parity = 0; t0 < static_cast<int>(rows.T); parity ^= 1u) {
     ptx::mbarrier_wait(barriers + warp(), parity);
     const int stride = static_cast<int>(gridDim.x) * kWarps * 4;
-    const bool done = route_quad<T, kVectors, kMode>(p, t0, rows_smem(), bias_smem, scratch(), hist, [&] { fetch(t0 + stride); });
+    const bool done = route_quad<T, kVectors, kMode>(
+        p, t0, rows_smem(), bias_smem, scratch(), hist, [&] { fetch(t0 + stride); },
+        [&] {
+          if (!by_warp || t0 + stride < static_cast<int>(rows.T)) return;
+          hand_over_counts<kVectors>(p, hist, &arrived, buffer(), counts);
+        });
     for (int t = t0; !done && t < min(t0 + 4, static_cast<int>(rows.T)); ++t) {
       __syncwarp();
       WarpScratch<128>& list = reinterpret_cast<WarpScratch<128>&>(scratch());
@@ -300,8 +325,14 @@ __global__ void __launch_bounds__(kQuadThreads, kQuadBlocks<kVectors, kMode>) ro
     __syncwarp();
     t0 += stride;
   }
-  flush_histogram(p, hist);
-  finish_counts(p);
+  if (!by_warp) {
+    flush_histogram(p, hist);
+    finish_counts(p, draw_number(p));
+  } else if (counts.number == kCountsHeld) {  // the last rows took the exact path, or there were none
+    hand_over_late<kVectors>(p, hist, &arrived, buffer());
+  } else {
+    finish_counts_by_warp<kVectors>(p, counts, buffer());
+  }
 #endif
 }
 
@@ -318,13 +349,13 @@ inline int quad_mode(const RouterForwardParams& p, std::size_t logit_size, const
 
 template <class T, int kVectors, int kMode>
 void launch_quad(const RouterForwardParams& p, const DeviceLimits& limits, cudaStream_t stream) {
-  constexpr int kWarps = kQuadThreads / 32, kBytes = quad_warp_bytes<T, kVectors>() * kWarps, kBlocks = kQuadBlocks<kVectors, kMode>;
+  constexpr int kThreads = kQuadThreads<kVectors, kMode>, kWarps = kThreads / 32, kBytes = quad_warp_bytes<T, kVectors>() * kWarps;
   const auto kernel = router_forward_quad<T, kVectors, kMode>;
   static std::atomic<bool> done[16] = {};
   if (!done[limits.device & 15].exchange(true)) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  const std::int64_t needed = ((p.rows.T + 3) / 4 + kWarps - 1) / kWarps, resident = static_cast<std::int64_t>(limits.num_sms) * kBlocks;
+  const std::int64_t needed = ((p.rows.T + 3) / 4 + kWarps - 1) / kWarps, resident = limits.num_sms;
   const auto grid = static_cast<unsigned>(needed < 1 ? 1 : (needed < resident ? needed : resident));
-  launch_kernel(kernel, grid, kQuadThreads, kBytes, stream, true, p);
+  launch_kernel(kernel, grid, kThreads, kBytes, stream, true, p);
 }
 
 // False: not a problem of this kernel; nothing was launched.

@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kStagedMaxThreads<kVectors, kMode>, 1) router_
     }
   }
   flush_histogram(p, hist);
-  finish_counts(p);
+  finish_counts(p, draw_number(p));
 #endif
 }
 

@@ -56,7 +56,7 @@ template <bool kSoftmax>
 __device__ __forceinline__ RowScale score_row(const RouterRows& rows, int t, float* row, float shift) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   float sum[4] = {}, score[4] = {};
-#pragma unroll 3
+#pragma unroll(kSoftmax ? 3 : 2)
   for (int e = lane * 4; e < rows.E; e += 128) {
     float x[4];
     load4<float, false>(row + e, x);
@@ -67,9 +67,10 @@ __device__ __forceinline__ RowScale score_row(const RouterRows& rows, int t, flo
     }
     if constexpr (!kSoftmax) {
       // One reciprocal for four sigmoids: the warps of an SM are at their scores at about the same time, and that unit is the narrowest.
-      const float a = 1.0f + x[0], b = 1.0f + x[1], c = 1.0f + x[2], d = 1.0f + x[3], ab = a * b, cd = c * d, inverse = ptx::rcp_approx(ab * cd);
-      const float of_ab = inverse * cd, of_cd = inverse * ab;
-      x[0] *= of_ab * b, x[1] *= of_ab * a, x[2] *= of_cd * d, x[3] *= of_cd * c;
+      // Numerators x0 (1 + x1) and so on, denominators of pairs.
+      const float n0 = __fmaf_rn(x[0], x[1], x[0]), n1 = __fmaf_rn(x[0], x[1], x[1]), n2 = __fmaf_rn(x[2], x[3], x[2]), n3 = __fmaf_rn(x[2], x[3], x[3]);
+      const float ab = (1.0f + x[0]) + n1, cd = (1.0f + x[2]) + n3, inverse = ptx::rcp_approx(ab * cd), of_ab = inverse * cd, of_cd = inverse * ab;
+      x[0] = n0 * of_ab, x[1] = n1 * of_ab, x[2] = n2 * of_cd, x[3] = n3 * of_cd;
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[i] += x[i];
     }
@@ -197,30 +198,38 @@ __global__ void __launch_bounds__(kSumsWarps<kVectors, kMode> * 32, 1) router_fo
     }
     __syncwarp();
   }
-  flush_histogram(p, hist);
-  // Groups in order; the first row is free now.
-#pragma unroll 1
-  for (int g = 0; g < kGroups; ++g) {
-    __syncthreads();
-    if (g != group) continue;
+  // The columns of a group go to its first row, which has been added; then those of all groups are added in order. The counts are on their way
+  // meanwhile. The thread's number is read again, so that no register keeps it.
+  const int thread = static_cast<int>(ptx::thread_again());
 #pragma unroll
-    for (int a = 0; a < kColumns; ++a) {
-      const int e = (static_cast<int>(threadIdx.x) % (32 * kGroup) + a * 32 * kGroup) * 4;
-      if (e >= E) break;
-      float4 v = make_float4(sums[a][0], sums[a][1], sums[a][2], sums[a][3]);
-      if (g > 0) {
-        const float4 before = *reinterpret_cast<const float4*>(all_rows + e);
-        v = make_float4(v.x + before.x, v.y + before.y, v.z + before.z, v.w + before.w);
-      }
-      *reinterpret_cast<float4*>(g + 1 < kGroups ? all_rows + e : p.sum_partials + static_cast<std::size_t>(blockIdx.x) * E + e) = v;
-    }
+  for (int a = 0; a < kColumns; ++a) {
+    const int e = (thread % (32 * kGroup) + a * 32 * kGroup) * 4;
+    if (e >= E) break;
+    *reinterpret_cast<float4*>(all_rows + thread / (32 * kGroup) * kGroup * kWidth + e) = make_float4(sums[a][0], sums[a][1], sums[a][2], sums[a][3]);
   }
-  if (threadIdx.x == 0) {
+  __syncthreads();
+  add_histogram(p, hist);
+  const std::uint32_t number = draw_number(p);
+  for (int e = thread * 4; e < E; e += kWarps * 128) {
+    float4 v = *reinterpret_cast<const float4*>(all_rows + e);
+#pragma unroll
+    for (int g = 1; g < kGroups; ++g) {
+      const float4 more = *reinterpret_cast<const float4*>(all_rows + g * kGroup * kWidth + e);
+      v = make_float4(v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w);
+    }
+    *reinterpret_cast<float4*>(p.sum_partials + static_cast<std::size_t>(blockIdx.x) * E + e) = v;
+  }
+  if (thread == kWarps * 32 - 1) {
     double sum = 0;
+#pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += squares[w];
     p.square_partials[blockIdx.x] = sum;
   }
-  finish_counts(p);
+  if (p.sums_ready != nullptr) {  // not by the thread that waits for the counts
+    __syncthreads();
+    if (thread == 32) ptx::fence_acq_rel_gpu(), ptx::red_add(p.sums_ready, 1u);
+  }
+  finish_counts(p, number);
 #endif
 }
 

@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kUnstagedThreads<kVectors, kMode>, kUnstagedBl
     }
   }
   flush_histogram(p, hist);
-  finish_counts(p);
+  finish_counts(p, draw_number(p));
 }
 
 }  // namespace waybill::cuda

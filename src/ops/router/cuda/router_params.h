@@ -55,6 +55,8 @@ struct RouterForwardParams {
   // Of each CTA, where score sums are asked for: [CTAs, E] sums of P_te and [CTAs] sums of squared logsumexps.
   float* sum_partials;
   double* square_partials;
+  std::uint32_t* sums_ready;  // CTAs whose partial sums are in memory; null: nobody asks before the kernel's end
+  int early_counts;           // 1: counts by sum are handed over by each CTA's last warp, where a kernel can
 };
 
 // Score sums by a kernel of their own, and what becomes of the partial sums.
@@ -66,6 +68,9 @@ struct RouterSumParams {
   int num_partials;
   int accumulate;  // into `sums`
   double* sums;    // [E + 1]
+  // Zero before and after the launch. Given: the partial sums are added up once `ready` has counted num_partials CTAs, before the kernel that makes
+  // them has ended (it counts routes behind them). `readers` counts the CTAs that have seen it.
+  std::uint32_t *ready, *readers;
 };
 
 struct RouterLossParams {

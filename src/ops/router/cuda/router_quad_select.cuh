@@ -9,10 +9,9 @@ namespace waybill::cuda {
 inline constexpr int kQuadMaxK = 8;
 inline constexpr int kQuadCandidates = 32;  // of one row
 enum QuadMode : int { kQuadPlain = 0, kQuadBiased = 1, kQuadGrouped = 2 };
-inline constexpr int kQuadThreads = 512;
-// CTAs an SM: 256 experts and biased rows need the registers more than the warps.
+// Threads of the one CTA an SM holds: 256 experts and biased rows need the registers more than the warps.
 template <int kVectors, int kMode>
-inline constexpr int kQuadBlocks = kMode == kQuadPlain&& kVectors == 4 ? 2 : 1;
+inline constexpr int kQuadThreads = kMode == kQuadPlain&& kVectors == 4 ? 1024 : 512;
 
 // Of one warp. The strides keep the four tokens' accesses in different banks.
 struct QuadEntry {

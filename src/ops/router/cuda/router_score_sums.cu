@@ -86,11 +86,19 @@ __global__ void __launch_bounds__(kReduceWarps * 32) router_reduce_sums(const __
   const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31, E = p.rows.E;
   const int e = static_cast<int>(blockIdx.x) * 32 + lane;
   begin_kernel();
-  await_previous();
+  if (p.ready == nullptr) {
+    await_previous();
+  } else {  // the CTAs that are awaited run: this kernel's come when all of them have called begin_kernel()
+    if (threadIdx.x == 0) {
+      while (ptx::ld_acquire_sys(p.ready) != static_cast<std::uint32_t>(p.num_partials)) {
+      }
+    }
+    __syncthreads();
+  }
   double sum = 0.0;
   if (e < E) {
 #pragma unroll 8
-    for (int c = warp; c < p.num_partials; c += kReduceWarps) sum += static_cast<double>(__ldg(p.sum_partials + static_cast<std::size_t>(c) * E + e));
+    for (int c = warp; c < p.num_partials; c += kReduceWarps) sum += static_cast<double>(__ldcg(p.sum_partials + static_cast<std::size_t>(c) * E + e));
   }
   of_warp[warp][lane] = sum;
   __syncthreads();
@@ -102,9 +110,14 @@ __global__ void __launch_bounds__(kReduceWarps * 32) router_reduce_sums(const __
   }
   if (blockIdx.x == 0 && warp == 1) {
     double squares = 0.0;
-    for (int c = lane; c < p.num_partials; c += 32) squares += __ldg(p.square_partials + c);
+    for (int c = lane; c < p.num_partials; c += 32) squares += __ldcg(p.square_partials + c);
     for (int step = 16; step > 0; step >>= 1) squares += __shfl_xor_sync(ptx::kFullWarp, squares, step);
     if (lane == 0) p.sums[E] = p.accumulate != 0 ? p.sums[E] + squares : squares;
+  }
+  if (p.ready != nullptr) {
+    if (threadIdx.x != 0) return;
+    if (ptx::atom_add_relaxed_gpu(p.readers, 1u) == gridDim.x - 1) *p.readers = 0, *p.ready = 0;
+    if (blockIdx.x == 0) await_previous();  // what comes next on the stream relies on the end of both kernels
   }
 }
 
@@ -113,6 +126,8 @@ __global__ void __launch_bounds__(kValueThreads) router_losses_from_sums(const _
   __shared__ double of_warp[kValueThreads / 32];
   const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
   begin_kernel();
+  LossFactors factors;
+  if (threadIdx.x == 0 && p.valid_tokens == nullptr) factors = loss_factors(p, false);  // divisions of doubles, before there is something to wait for
   await_previous();
   double sum = 0.0;
   if (p.aux_counts != nullptr && p.aux_coefficient != 0.0f) {
@@ -121,15 +136,18 @@ __global__ void __launch_bounds__(kValueThreads) router_losses_from_sums(const _
       sum += static_cast<double>(__ldg(p.aux_counts + e)) * __ldg(p.score_sums + e);
     }
   }
+  const double squares = threadIdx.x == 0 ? __ldg(p.score_sums + p.rows.E) : 0.0;
   for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
   if (lane == 0) of_warp[warp] = sum;
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  sum = 0.0;
-  for (int w = 0; w < kValueThreads / 32; ++w) sum += of_warp[w];
-  const LossFactors factors = loss_factors(p);
+  if (warp != 0) return;
+  sum = of_warp[lane];
+  for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
+  if (lane != 0) return;
+  if (p.valid_tokens != nullptr) factors = loss_factors(p, false);
+  factors.aux *= loss_weight(p, 0), factors.z *= loss_weight(p, 2);
   write_loss(p, 0, sum * static_cast<double>(factors.aux)), write_loss(p, 1, 0.0);
-  write_loss(p, 2, p.z_coefficient != 0.0f ? p.score_sums[p.rows.E] * static_cast<double>(factors.z) : 0.0);
+  write_loss(p, 2, p.z_coefficient != 0.0f ? squares * static_cast<double>(factors.z) : 0.0);
 }
 
 template <class T>

@@ -22,9 +22,11 @@ inline constexpr int kMaxFastGroups = 64;
 
 // What can be switched off to measure its worth.
 struct Policy {
-  bool quads = true;            // four tokens a warp for short rows
-  int max_counts_by_sum = 256;  // up to so many counts are complete when they add up (router_counts.cuh); else by ticket
-  bool sums_in_forward = true;  // score sums of long rows by the forward kernel
+  bool quads = true;                    // four tokens a warp for short rows
+  int max_counts_by_sum = kMaxExperts;  // up to so many counts are complete when they add up (router_counts.cuh); else by ticket
+  bool early_counts = true;             // each CTA's last warp hands its counts over, where a kernel can (four-token kernel)
+  bool sums_in_forward = true;          // score sums of long rows by the forward kernel
+  bool early_sums = true;               // its CTAs' sums are added up before it has ended
 };
 inline Policy& policy() {
   static Policy policy;
@@ -35,7 +37,6 @@ inline Policy& policy() {
 // 2,304, 22 warps with one are faster than 11 with two.
 constexpr int backward_buffers(int E) { return E >= 384 && E <= 1024 ? 2 : 1; }
 
-// Longer counts: every CTA reading them costs more than the fence and the ticket.
 inline bool counts_by_sum(int E) { return E <= policy().max_counts_by_sum; }
 
 }  // namespace waybill::cuda::router_tuning
