@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matched module benchmark: one MoE layer, forward and backward in bf16, by several designs on the same GPUs, parameters, rows and routes. Every stack's
 // results are compared before it is timed; one that differs is not timed, and the exit code is 1. Prints a table, writes records as JSON lines.
-//   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--load natural|W0..W9|recorded:RUN/routes/STEP/LAYER,...] [--ablation] [--f32]
+//   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--recipe NAME,...] [--load natural|W0..W9|recorded:RUN/routes/STEP/LAYER,...] [--ablation]
+//   [--f32]
 //   [--iterations N] [--ranks P] [--factor F]
 //                  [--shapes FILE] [--trace FILE]
 //     --stack     of sparse, exact, exact-resend, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from dense-map to sparse.
 //                 exact: the sparse layer in eager mode at exact sizes (one host wait); exact-resend: the same, rows of x are sent again in backward
+//     --recipe    also the sparse stack under fp8, mxfp8 or nvfp4: weights quantised in every step, and once. Compared with bf16 to the recipe's bound
 //     --f32       also the sparse stack with weight gradients added to in f32
 //     --ranks     2 by default: one on each of two GPUs, or virtual ranks of one
 //     --factor    receive_factor of sparse and dense-map, 1.25 by default; loads other than natural get what their hottest rank needs, and 5%

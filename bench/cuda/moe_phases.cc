@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where a step of the MoE layer spends its time: forward and backward on virtual ranks of one GPU, a time per phase from events between the
 // kernels (eager), and the whole step as one graph.
-//   bench_cuda_moe_phases [--ranks P] [--filter TEXT] [--load W0,W1,...]      --load: replays the routes of these loads of bench/shapes/loads.toml
+//   bench_cuda_moe_phases [--ranks P] [--filter TEXT] [--recipe bf16|fp8|mxfp8|nvfp4] [--load W0,W1,...]      --load: replays the routes of these loads of
+//   bench/shapes/loads.toml
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +18,8 @@
 #include "moe/cuda/device_moe.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/cuda/quantized_cuda.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 #include "waybill/workload.h"
 
@@ -69,15 +72,16 @@ void report(const std::string& name, int P, const std::map<Phase, double>& forwa
   std::fflush(stdout);
 }
 
-void run(const Shape& s, int P, const std::string& load) {
+void run(const Shape& s, int P, const std::string& load, Recipe recipe) {
   Problem problem(s, P, {0}, load);
-  const std::string name = s.name + (load == "natural" ? "" : " " + load);
+  const std::string name = s.name + (load == "natural" ? "" : " " + load) + (recipe == Recipe::kBF16 ? "" : fmt::format(" {}", to_string(recipe)));
   PhaseEvents events;
   DeviceMoeOptions options;
   options.on_phase = [&](Phase phase, cudaStream_t stream) { events.mark(phase, stream); };
   const int devices[] = {0};
   const double mean = static_cast<double>(problem.T_max() * s.K);
-  const MoeConfig c = problem.layer_config(load == "natural" ? 1.25 : std::max(1.25, 1.05 * static_cast<double>(problem.hottest_rank_rows()) / mean));
+  MoeConfig c = problem.layer_config(load == "natural" ? 1.25 : std::max(1.25, 1.05 * static_cast<double>(problem.hottest_rank_rows()) / mean));
+  c.recipe.kind = recipe;
   CudaLocalGroup group(P, devices, DeviceMoeLayer::arena_bytes(c, P, options));
   const CudaStream stream;
   DeviceMoeLayer layer(
@@ -133,6 +137,7 @@ int main_checked(int argc, char** argv) {
   int only = 0;
   CaseFilter filter;
   std::vector<std::string> loads{"natural"};
+  Recipe recipe = Recipe::kBF16;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     WB_CHECK(i + 1 < argc, "{} is no option, or its value is missing", argument);
@@ -140,6 +145,11 @@ int main_checked(int argc, char** argv) {
     if (argument == "--ranks") {
       only = std::atoi(value.c_str());
       WB_CHECK(only == 1 || only == 2, "--ranks takes 1 or 2, got {}", value);
+    } else if (argument == "--recipe") {
+      const Recipe known[] = {Recipe::kBF16, Recipe::kFP8, Recipe::kMXFP8, Recipe::kNVFP4};
+      const Recipe* found = std::find_if(std::begin(known), std::end(known), [&](Recipe r) { return value == to_string(r); });
+      WB_CHECK(found != std::end(known), "--recipe takes bf16, fp8, mxfp8 or nvfp4, got {}", value);
+      recipe = *found;
     } else if (argument == "--filter") {
       filter = CaseFilter(value);
     } else if (argument == "--load") {
@@ -153,12 +163,12 @@ int main_checked(int argc, char** argv) {
       WB_FAIL(ErrorCode::kInvalidArgument, "unknown option {}", argument);
     }
   }
-  register_router(), register_gemm(), register_activation();
+  register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
   for (const Shape& shape : kShapes) {
     for (const std::string& load : loads) {
       if (!filter.takes(shape.name + " " + load)) continue;
       for (const int P : {1, 2}) {
-        if (only == 0 || only == P) run(shape, P, load);
+        if (only == 0 || only == P) run(shape, P, load, recipe);
       }
     }
   }

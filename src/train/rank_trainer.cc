@@ -16,7 +16,6 @@ namespace waybill {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::uint64_t kRoundingStream = 0x726f756e64696e67ull;  // of a run's random numbers: stochastic rounding
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
@@ -64,7 +63,7 @@ StepStats RankTrainer::forward_backward(const Dataset& data, std::int64_t step, 
     views.push_back(micro_batches_[m]);
   }
   for (;;) {
-    StepStats stats = model_.forward_backward(views, random_u64(config_.train.seed + kRoundingStream, static_cast<std::uint64_t>(step)));
+    StepStats stats = model_.forward_backward(views, rounding_seed_of_step(config_.train.seed, step));
     std::int64_t invalid[] = {stats.valid ? 0 : 1};
     world_.all_reduce(std::span<std::int64_t>(invalid), ReduceOp::kMax, "train.valid");
     if (invalid[0] == 0) return stats;

@@ -12,9 +12,16 @@
 #include "waybill/language_model.h"
 #include "waybill/metrics.h"
 #include "waybill/optimizer.h"
+#include "waybill/random.h"
 #include "waybill/train_config.h"
 
 namespace waybill {
+
+// The seed of a step's random numbers under recipes that round stochastically; the same whatever the device.
+inline std::uint64_t rounding_seed_of_step(std::uint64_t run_seed, std::int64_t step) {
+  constexpr std::uint64_t kRoundingStream = 0x726f756e64696e67ull;
+  return random_u64(run_seed + kRoundingStream, static_cast<std::uint64_t>(step));
+}
 
 class StepTrainer {
  public:

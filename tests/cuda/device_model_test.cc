@@ -8,6 +8,8 @@
 #include "model/cuda/device_language_model.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/cuda/quantized_cuda.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 
 namespace waybill::cuda {
@@ -18,13 +20,14 @@ constexpr std::int64_t kVocab = 64, kSeqLen = 32;
 
 // All mechanisms but auxiliary losses, whose value depends on the split over ranks. K = E leaves no choice of experts that rounding could change.
 // `options`: expert biases, and in the last layer the dense-map path.
-ModelConfig small_model(int P, std::int64_t K = 2, bool options = false) {
+ModelConfig small_model(int P, std::int64_t K = 2, bool options = false, Recipe recipe = Recipe::kF32) {
   ModelConfig c;
   c.vocab = kVocab, c.H = 64, c.num_heads = 4, c.num_kv_heads = 2, c.head_dim = 16, c.seq_len = kSeqLen, c.qk_norm = true, c.init_std = 0.08f;
   for (int i = 0; i < 3; ++i) {
     LayerConfig& layer = c.layers.emplace_back();
     layer.is_moe = i > 0, layer.dense_F = 96, layer.P = P;
-    layer.moe.E = 8, layer.moe.K = K, layer.moe.F = 48, layer.moe.H = c.H, layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
+    layer.moe.E = 8, layer.moe.K = K, layer.moe.F = recipe == Recipe::kF32 ? 48 : 64, layer.moe.recipe.kind = recipe, layer.moe.H = c.H,
+    layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
     layer.moe.router.E = 8, layer.moe.router.K = K, layer.moe.router.score = ScoreFunction::kSigmoid, layer.moe.router.renormalise = true;
     layer.moe.expert_bias = options, layer.moe.force_dense_map = options && i == 2;
     if (!layer.is_moe) layer.moe = MoeConfig{};
@@ -50,17 +53,17 @@ class BothSides {
  public:
   static constexpr std::int64_t kSequences = 8, kMicroBatches = 2;
 
-  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false)
+  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false, Recipe recipe = Recipe::kF32)
       : W_(W),
         fabric_(make_single_fabric()),
-        cpu(small_model(1, K, more), *fabric_, kSeed),
+        cpu(small_model(1, K, more, recipe), *fabric_, kSeed),
         states(make_optimizer_states(cpu.parameters())),
-        list(model::make_parameters(small_model(1, K, more), 0, kSeed, nullptr)),
+        list(model::make_parameters(small_model(1, K, more, recipe), 0, kSeed, nullptr)),
         gpu_states(make_optimizer_states(list.parameters)) {
-    register_router(), register_gemm(), register_activation();
+    register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
     DeviceModelOptions options;
     options.B = kSequences / W, options.micro_batches = kMicroBatches, options.receive_factor = receive_factor, options.steps_in_flight = 4;
-    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more), W, list, options);
+    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more, recipe), W, list, options);
     gpu->upload(gpu_states, 0);
   }
 
@@ -84,7 +87,7 @@ class BothSides {
     std::vector<TensorView> views;
     for (int m = 0; m < kMicroBatches; ++m) tokens.push_back(make_tokens(kSequences, static_cast<unsigned>(10 * step + m)));
     for (const Tensor& t : tokens) views.push_back(t);
-    StepStats stats = cpu.forward_backward(views);
+    StepStats stats = cpu.forward_backward(views, settings.rounding_seed);
     const double n = cpu.gradient_norm();
     if (norm != nullptr) *norm = n;
     adamw_step(settings.optimizer, settings.learning_rate, static_cast<float>(clip_scale(n, settings.clip_norm)), ++updates_, cpu.parameters(), states);
@@ -143,6 +146,27 @@ TEST(DeviceModel, LossAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
       const Parameter& p = both.list.parameters[i];
       if (!p.trainable) continue;
       EXPECT_LE(relative_l2(p.grad, both.cpu.parameters()[i].grad), 0.03) << p.name << ", " << W << " ranks";
+    }
+  }
+}
+
+// Under a recipe of blocks: the CPU's model takes the same codes but where bf16 moves a value across a rounding boundary, and the same random numbers. Loss and
+// norm over three steps and two micro-batches each, whose second one uses the weights' copies of the first.
+TEST(DeviceModel, RecipesOfBlocksFollowTheCpu) {
+  WB_NEEDS_GPU();
+  for (const Recipe recipe : {Recipe::kFP8, Recipe::kMXFP8, Recipe::kNVFP4}) {
+    for (const int W : {1, 2}) {
+      BothSides both(W, 0, /*K=*/8, /*more=*/false, recipe);
+      for (int step = 0; step < 3; ++step) {
+        both.settings.rounding_seed = 1000 + static_cast<std::uint64_t>(step);
+        double norm = 0;
+        const DeviceStepResult gpu = both.gpu_step(step);
+        const StepStats cpu = both.cpu_step(step, &norm);
+        const double loss_bound = recipe == Recipe::kNVFP4 ? 0.02 : 0.008, norm_bound = recipe == Recipe::kNVFP4 ? 0.1 : 0.04;
+        EXPECT_EQ(gpu.update.valid, 1) << to_string(recipe);
+        EXPECT_NEAR(gpu.update.loss, cpu.loss, loss_bound * cpu.loss) << to_string(recipe) << ", " << W << " ranks, step " << step;
+        EXPECT_NEAR(gpu.update.norm, norm, norm_bound * norm) << to_string(recipe) << ", " << W << " ranks, step " << step;
+      }
     }
   }
 }

@@ -12,6 +12,8 @@
 #include "moe/harness.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/cuda/quantized_cuda.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
 
 namespace waybill::cuda {
 
@@ -23,9 +25,13 @@ struct MoeGpuOptions {
   bool accumulate = false;
   DeviceMoeOptions layer{};
   std::chrono::milliseconds timeout{5000};
+  // Of every forward.
+  std::uint64_t rounding_seed = 0;
+  const std::uint64_t* rounding_seed_device = nullptr;
+  bool weights_unchanged = false;
 };
 
-inline void register_moe_kernels() { register_router(), register_gemm(), register_activation(); }
+inline void register_moe_kernels() { register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm(); }
 
 inline void round_to_bf16(std::vector<float>& values) {
   for (float& v : values) v = static_cast<float>(bf16(v));
@@ -144,9 +150,15 @@ class GpuMoe {
     options.training = training;
     options.padding_masks = p.masks, options.replay_ids = p.replays, options.dense_maps = p.maps;
     options.token_offset = p.first;
+    options.rounding_seed = options_.rounding_seed, options.rounding_seed_device = options_.rounding_seed_device;
+    options.weights_unchanged = options_.weights_unchanged && has_run_, has_run_ = true;
     const auto masked = std::accumulate(batch_.mask.begin(), batch_.mask.end(), std::int64_t{0});
     options.valid_tokens = static_cast<double>(batch_.T() - masked), options.loss_sequences = num_sequences();
     p.layer.forward(p.parameters, p.x, p.out, p.step, options, stream);
+  }
+  void forward_with(const DeviceMoeForward& options) {  // of the first GPU's ranks, on its stream
+    Part& p = *parts_[0];
+    p.layer.forward(p.parameters, p.x, p.out, p.step, options, p.stream);
   }
   void backward(std::size_t index, cudaStream_t stream) {
     Part& p = *parts_[index];
@@ -396,6 +408,7 @@ class GpuMoe {
   std::unique_ptr<CudaLocalGroup> group_;
   std::vector<std::unique_ptr<Part>> parts_;
   std::vector<GraphExec> graphs_;
+  bool has_run_ = false;
 };
 
 // ||a - b|| / ||b||

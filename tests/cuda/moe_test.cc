@@ -360,10 +360,11 @@ TEST(MoeCudaInput, WhatTheLayerDoesNotDoIsRefusedByName) {
     return std::string();
   };
   EXPECT_EQ(refusal([](MoeConfig&) {}), "");
-  EXPECT_THAT(refusal([](MoeConfig& c) { c.recipe.kind = Recipe::kF32; }), ::testing::HasSubstr("recipes other than bf16"));
+  EXPECT_THAT(refusal([](MoeConfig& c) { c.recipe.kind = Recipe::kF32; }), ::testing::HasSubstr("recipes other than bf16, fp8, mxfp8 and nvfp4"));
   EXPECT_THAT(refusal([](MoeConfig& c) { c.T_max = 0; }), ::testing::HasSubstr("T_max = 0"));
   EXPECT_THAT(refusal([](MoeConfig& c) { c.H = 60; }), ::testing::HasSubstr("H = 60"));
   EXPECT_THAT(refusal([](MoeConfig& c) { c.F = 20; }), ::testing::HasSubstr("F = 20"));
+  EXPECT_THAT(refusal([](MoeConfig& c) { c.F = 24, c.recipe.kind = Recipe::kFP8; }), ::testing::HasSubstr("multiples of 16"));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "core/cuda/graph.h"
 #include "cuda/quantize_harness.h"
+#include "waybill/quantize_gathered.h"
 
 namespace waybill::cuda {
 namespace {
@@ -167,6 +168,36 @@ TEST_F(QuantizeCuda, BothDirectionsFromOneReadAreTwoCalls) {
           EXPECT_EQ(columns.difference(), "") << name_of(columns.config);
         }
       }
+    }
+  }
+}
+
+// Rows found through a list, -1 among them, are those of a copy in that order.
+TEST_F(QuantizeCuda, RowsOfAListAreThoseOfACopy) {
+  const Pair offs = offsets(kRagged);
+  const std::int64_t S = offsets_of(kRagged).back() + 5, R = 61;
+  for (const std::int64_t C : {std::int64_t{128}, std::int64_t{416}}) {
+    for (const DType dtype : {DType::kBF16, DType::kF32}) {
+      const Pair x = wild(dtype, R, C, 21);
+      Pair list(DType::kI32, {S}, false);
+      for (std::int64_t s = 0; s < S; ++s) list.host.as<std::int32_t>()[s] = s % 7 == 3 ? -1 : static_cast<std::int32_t>(s * 29 % R);
+      list.upload();
+      for (const QuantConfig& config : {fp8_rows(), fp8_rows(ScaleFormat::kF32), mxfp8_rows(), mxfp8_columns(), nvfp4_rows(), fp8_tiles(),
+                                        QuantConfig{ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1},
+                                        QuantConfig{ElementFormat::kE2M1, ScaleFormat::kE4M3, ScaleRule::kRoundUp, 16, 16}}) {
+        const CodedPair q(config, S, C, offs.cpu(), config.block_rows == 128, false);
+        quantize_gathered(config, x.cpu(), list.cpu(), offs.cpu(), q.cpu());
+        WB_TRY_CUDA(cudaDeviceSynchronize());
+        quantize_gathered(config, x.gpu(), list.gpu(), offs.gpu(), q.gpu(), {kGpu, nullptr, nullptr});
+        EXPECT_EQ(q.difference(), "") << name_of(config) << ", " << C << " columns of " << to_string(dtype);
+      }
+      const CodedPair rows(fp8_rows(), S, C, offs.cpu(), false, false);
+      const CodedPair columns({ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1}, S, C, offs.cpu(), true, false);
+      quantize_both_gathered(rows.config, columns.config, x.cpu(), list.cpu(), offs.cpu(), rows.cpu(), columns.cpu());
+      WB_TRY_CUDA(cudaDeviceSynchronize());
+      quantize_both_gathered(rows.config, columns.config, x.gpu(), list.gpu(), offs.gpu(), rows.gpu(), columns.gpu(), {kGpu, nullptr, nullptr});
+      EXPECT_EQ(rows.difference(), "");
+      EXPECT_EQ(columns.difference(), "");
     }
   }
 }

@@ -79,6 +79,24 @@ TEST_F(TrainCuda, AShortRunOfTheDemoFollowsTheCpusLossesAndItsCountersAddUp) {
   }
 }
 
+// The same codes and random numbers on both sides but for what bf16 moves.
+TEST_F(TrainCuda, RunsUnderEveryRecipeFollowTheCpus) {
+  for (const char* recipe : {"fp8", "mxfp8", "nvfp4"}) {
+    SCOPED_TRACE(recipe);
+    Overrides overrides = kShort;
+    overrides.insert(overrides.end(), {std::string("moe.recipe=") + recipe, "train.micro_batches=2", "train.steps=12"});
+    const std::string name = recipe;
+    const Outcome cpu = run("demo", name + "_cpu", "cpu", overrides), gpu = run("demo", name + "_gpu", "cuda", overrides);
+    ASSERT_EQ(gpu.recording.losses.size(), cpu.recording.losses.size());
+    for (std::size_t i = 0; i < cpu.recording.losses.size(); ++i) {
+      EXPECT_NEAR(gpu.recording.losses[i], cpu.recording.losses[i], (name == "nvfp4" ? 0.03 : 0.015) * cpu.recording.losses[i]) << "step " << i + 1;
+    }
+    EXPECT_LT(gpu.recording.losses.back(), gpu.recording.losses.front() - 0.3);
+    const Outcome again = run("demo", name + "_again", "cuda", overrides);
+    EXPECT_EQ(again.recording.losses, gpu.recording.losses);  // to the bit
+  }
+}
+
 TEST_F(TrainCuda, AnExceededBudgetIsComputedAgainAtTheDemandSeen) {
   Overrides tight = kShort;
   tight.insert(tight.end(), {"exchange.mode=captured", "exchange.receive_factor=0.6"});

@@ -12,6 +12,8 @@
 #include "cuda/device_random.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/cuda/quantized_cuda.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 #include "waybill/route_io.h"
 #include "waybill/workload.h"
@@ -26,6 +28,7 @@ struct Options {
   std::vector<std::string> shapes{"deepseek-v3-slice", "qwen3-30b-a3b", "sparser-ep72", "proxy-512", "sparser-2304"};
   std::vector<std::string> stacks{"sparse", "exact", "exact-resend", "dense-map", "padded", "capacity", "loop"};
   std::vector<std::string> loads{"natural"};
+  std::vector<Recipe> recipes;
   bool ablation = false, f32 = false;
   int iterations = 160, ranks = 2;
   double factor = 1.25;
@@ -36,6 +39,17 @@ std::vector<std::string> split(const std::string& text) {
   std::stringstream stream(text);
   for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
   return parts;
+}
+
+std::vector<Recipe> parse_recipes(const std::string& text) {
+  std::vector<Recipe> recipes;
+  for (const std::string& name : split(text)) {
+    const Recipe known[] = {Recipe::kFP8, Recipe::kMXFP8, Recipe::kNVFP4};
+    const Recipe* found = std::find_if(std::begin(known), std::end(known), [&](Recipe r) { return name == to_string(r); });
+    WB_CHECK(found != std::end(known), "--recipe takes fp8, mxfp8 and nvfp4, got {}", name);
+    recipes.push_back(*found);
+  }
+  return recipes;
 }
 
 Options parse(int argc, char** argv) {
@@ -56,6 +70,8 @@ Options parse(int argc, char** argv) {
       o.stacks = split(value());
     else if (name == "--load")
       o.loads = split(value());
+    else if (name == "--recipe")
+      o.recipes = parse_recipes(value());
     else if (name == "--iterations")
       o.iterations = std::stoi(value());
     else if (name == "--ranks")
@@ -82,16 +98,30 @@ Options parse(int argc, char** argv) {
   return o;
 }
 
+// Normal values as E4M3 codes, [size, size].
+void fill_e4m3(const DeviceBuffer& codes, std::size_t size, cudaStream_t stream) {
+  const auto n = static_cast<std::int64_t>(size);
+  const Device device{DeviceType::kCuda, 0};
+  const DeviceBuffer wide(size * size * 2), scales(size * size / 32);
+  fill_normal(wide.data(), DType::kBF16, size * size, 7, 1.0f, stream);
+  quantize(fp8_rows(), TensorView(wide.data(), DType::kBF16, {n, n}, device), {},
+           {TensorView(codes.data(), DType::kU8, {n, n}, device), TensorView(scales.data(), DType::kF32, {n, n / 128}, device), {}}, {device, stream, nullptr});
+  WB_TRY_CUDA(cudaStreamSynchronize(stream));
+}
+
 // cuBLASLt's dense product under continuous load: 0.5 s of calls, events around each, the median. Steps of the layer are long enough for the power limit,
 // so that this is what they are held to.
-double sustained_dense_tflops() {
+double sustained_dense_tflops(bool is_fp8 = false) {
   constexpr std::int64_t kSize = 8192;
   constexpr int kWarm = 100, kCalls = 250;
-  const DenseGemm gemm(kSize, kSize, kSize);
+  const DenseGemm gemm(kSize, kSize, kSize, is_fp8);
   const CudaStream stream;
   const std::size_t bytes = static_cast<std::size_t>(kSize * kSize) * 2;
   const DeviceBuffer a(bytes), b(bytes), c(bytes);
-  for (const DeviceBuffer* buffer : {&a, &b}) fill_normal(buffer->data(), DType::kBF16, bytes / 2, 7, 1.0f, stream);
+  for (const DeviceBuffer* buffer : {&a, &b}) {
+    if (is_fp8) fill_e4m3(*buffer, static_cast<std::size_t>(kSize), stream);
+    if (!is_fp8) fill_normal(buffer->data(), DType::kBF16, bytes / 2, 7, 1.0f, stream);
+  }
   std::vector<std::unique_ptr<CudaEvent>> events;
   for (int i = 0; i <= kCalls; ++i) events.push_back(std::make_unique<CudaEvent>());
   for (int i = 0; i < kWarm; ++i) gemm.run(a.data(), b.data(), c.data(), stream);
@@ -108,12 +138,14 @@ double sustained_dense_tflops() {
 struct Design {
   std::string label;
   StackOptions options;
+  double bound = kStackBound;  // of every result's relative norm to sparse in bf16
 };
 
 std::vector<Design> designs_of(const Options& o, bool natural) {
   std::vector<Design> list;
   const auto add = [&](const std::string& label, const std::string& kind, MapChange change, bool permute) {
-    Design d{label, {}};
+    Design d;
+    d.label = label;
     d.options.kind = kind, d.options.change = change, d.options.permute = permute;
     list.push_back(d);
   };
@@ -125,6 +157,13 @@ std::vector<Design> designs_of(const Options& o, bool natural) {
     }
     add(stack == "exact" ? "sparse, exact sizes" : "sparse, exact sizes, rows sent again", "sparse", MapChange::kNone, false);
     list.back().options.exact = true, list.back().options.resend = stack == "exact-resend";
+  }
+  for (const Recipe recipe : o.recipes) {
+    for (const bool keep : {false, true}) {
+      add(fmt::format("sparse {}{}", to_string(recipe), keep ? ", weights kept" : ""), "sparse", MapChange::kNone, false);
+      list.back().options.recipe = recipe, list.back().options.keep_weights = keep;
+      list.back().bound = recipe == Recipe::kNVFP4 ? 0.5 : 0.12;
+    }
   }
   if (!o.ablation) return list;
   if (natural) add("dense-map + fast top-k", "dense-map", MapChange::kFastTopK, false);
@@ -152,7 +191,7 @@ class Comparison {
     Runner runner(options, problem);
     runner.step();
     const double error = check_sparse(problem, runner);
-    measure(problem, {"sparse, gradients f32 +=", options}, runner, error);
+    measure(problem, {"sparse, gradients f32 +=", options, kOracleBound}, runner, error);
   }
 
   void run(const Shape& shape, const std::vector<int>& devices, const std::string& load) {
@@ -197,7 +236,7 @@ class Comparison {
     }
     if (runner.dropped() == 0) places.clear();
     double error = 0;
-    const std::string difference = reference.compare(problem, places, kStackBound, error);
+    const std::string difference = reference.compare(problem, places, design.bound, error);
     WB_CHECK(difference.empty(), "{}; not timed", difference);
     measure(problem, design, runner, error);
   }
@@ -233,7 +272,7 @@ class Comparison {
     reference.keep(problem);
     fmt::print("  sparse equals the dense loop in double on a token of every rank to {:.1e}; the other stacks equal sparse (relative norm {:.0e})\n", error,
                kStackBound);
-    if (is_wanted("sparse")) measure(problem, {"sparse", options}, runner, error);
+    if (is_wanted("sparse")) measure(problem, {"sparse", options, kOracleBound}, runner, error);
   }
 
   bool is_wanted(const std::string& stack) const { return std::find(options_.stacks.begin(), options_.stacks.end(), stack) != options_.stacks.end(); }
@@ -294,7 +333,7 @@ class Comparison {
 
 int run_module_bench(int argc, char** argv) {
   const Options options = parse(argc, argv);
-  register_router(), register_gemm(), register_activation();
+  register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
   int count = 0;
   WB_TRY_CUDA(cudaGetDeviceCount(&count));
   std::vector<int> devices{0};
@@ -306,6 +345,7 @@ int run_module_bench(int argc, char** argv) {
   }
   const double dense = sustained_dense_tflops();
   report.add_rate("dense", "cuBLASLt bf16 8192^3, sustained", dense, "TFLOP/s");
+  if (!options.recipes.empty()) report.add_rate("dense", "cuBLASLt E4M3 8192^3, sustained", sustained_dense_tflops(true), "TFLOP/s");
   const std::vector<Shape> known = read_shapes(options.shapes_file);
   Comparison comparison(options, report, dense);
   for (const std::string& name : options.shapes) {

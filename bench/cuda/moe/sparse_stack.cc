@@ -17,6 +17,7 @@ DeviceMoeOptions layer_options(const StackOptions& options) {
 MoeConfig config_of(const StackOptions& options, const Problem& problem, double factor) {
   MoeConfig c = problem.layer_config(options.exact ? 0 : factor);
   if (options.exact) c.mode = ExchangeMode::kEager;
+  c.recipe.kind = options.recipe;
   return c;
 }
 
@@ -26,6 +27,7 @@ class SparseStack final : public Stack {
       : problem_(problem), config_(config_of(options, problem, options.receive_factor)), ranks_(problem.on(device)) {
     DeviceMoeOptions o = layer_options(options);
     predicted_ = options.exact ? 0 : sparse_bytes(options, problem, options.receive_factor), backward_.accumulate = options.accumulate;
+    keep_weights_ = options.keep_weights;
     o.on_phase = std::move(on_phase);
     layer_ = std::make_unique<DeviceMoeLayer>(
         config_, local_ranks(windows.group, device), device, [&](const std::string& name, std::size_t bytes) { return windows.book(name, bytes); }, o);
@@ -37,7 +39,10 @@ class SparseStack final : public Stack {
     }
     forward_.replay_ids = ids_;
   }
-  void forward(cudaStream_t stream) override { layer_->forward(weights_, x_, out_, step_, forward_, stream); }
+  void forward(cudaStream_t stream) override {
+    layer_->forward(weights_, x_, out_, step_, forward_, stream);
+    forward_.weights_unchanged = keep_weights_;
+  }
   void backward(cudaStream_t stream) override { layer_->backward(weights_, gradients_, x_, d_out_, dx_, step_, backward_, stream); }
   std::string fault(cudaStream_t stream) override {
     WB_TRY_CUDA(cudaStreamSynchronize(stream));
@@ -67,6 +72,7 @@ class SparseStack final : public Stack {
   MoeConfig config_;
   std::vector<RankTensors*> ranks_;
   std::size_t predicted_ = 0;
+  bool keep_weights_ = false;
   std::unique_ptr<DeviceMoeLayer> layer_;
   DeviceMoeStep step_;
   std::vector<MoeTensors> weights_, gradients_;

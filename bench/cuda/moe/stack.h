@@ -33,6 +33,8 @@ struct StackOptions {
   bool accumulate = false;        // sparse: add to the weight gradients (f32)
   bool exact = false;             // sparse: eager at exact sizes, no budget
   bool resend = false;            // sparse: backward sends the rows of x again
+  Recipe recipe = Recipe::kBF16;  // sparse
+  bool keep_weights = false;      // sparse, recipes of blocks: weights are quantised once, not in every step
 };
 
 class Stack {

@@ -60,6 +60,7 @@ struct ForwardOptions {
 
   ForwardOptions(const wb_moe_forward_options* from, const wb_device_moe& layer, std::int64_t T) {
     const wb_moe_forward_options given = from == nullptr ? default_forward_options() : read_struct(from, "options", default_forward_options());
+    options.rounding_seed = given.rounding_seed;
     options.training = given.training != 0, options.token_offset = given.token_offset;
     options.loss_tokens = given.loss_tokens, options.loss_sequences = given.loss_sequences;
     options.valid_tokens = static_cast<double>(T) * layer.memory->size();

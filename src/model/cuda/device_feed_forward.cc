@@ -5,6 +5,7 @@
 #include "model/cuda/device_part.h"
 #include "ops/model/cuda/model_kernels.h"
 #include "waybill/activation.h"
+#include "waybill/random.h"
 
 namespace waybill::cuda {
 namespace {
@@ -42,6 +43,9 @@ void DevicePart::feed_forward(std::size_t layer, const Forward& options) {
   forward.training = options.training, forward.padding_masks = padding, forward.token_offset = options.token_offset;
   forward.loss_tokens = options.loss_tokens, forward.loss_sequences = options.loss_sequences;
   forward.valid_tokens = options.valid_tokens;
+  forward.weights_unchanged = options.weights_unchanged;
+  // As LanguageModel draws: one seed a layer, micro-batch and replica of the experts, of which the GPUs hold one.
+  forward.rounding_seed = random_u64(random_u64(random_u64(options.step_seed, layer), options.micro_batch), 0);
   const std::vector<MoeTensors> values = moe_values(layer);
   const std::size_t index = moe_index_[layer];
   experts_[index].layer->forward(std::span(values.data(), W), x, out, experts_[index].step, forward, stream_);

@@ -195,6 +195,7 @@ void DeviceLanguageModel::queue_step(const Batches& batches, const DeviceUpdate&
   options.loss_tokens = static_cast<double>(tokens), options.loss_sequences = static_cast<double>(options_.micro_batches * options_.B * W_);
   for (const auto& part : parts_) part->begin_step();
   for (std::size_t m = 0; m < batches.size(); ++m) {
+    options.weights_unchanged = m > 0, options.step_seed = settings.rounding_seed, options.micro_batch = m;
     options.padding = any_padding(batches[m]), options.valid_tokens = static_cast<double>(valid_tokens(batches[m]));
     forward(batches[m], options);
     for (const auto& part : parts_) part->loss(static_cast<float>(loss_scale), /*gradient=*/true);

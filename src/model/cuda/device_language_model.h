@@ -33,6 +33,7 @@ struct DeviceUpdate {
   OptimizerConfig optimizer;
   float learning_rate = 0;
   double clip_norm = 0;
+  std::uint64_t rounding_seed = 0;  // of the step: see LanguageModel::forward_backward()
 };
 
 struct DeviceLayerResult {

@@ -45,7 +45,9 @@ class DevicePart {
     double loss_tokens = 0, loss_sequences = 0;  // of the global batch
     double valid_tokens = 0;                     // of this micro-batch, all ranks
     std::int64_t token_offset = 0;
-    bool padding = false;  // some rank of the world has padding
+    bool padding = false;                          // some rank of the world has padding
+    bool weights_unchanged = false;                // since the last forward
+    std::uint64_t step_seed = 0, micro_batch = 0;  // of the recipe's random numbers
   };
   void feed_forward(std::size_t layer, const Forward& options);
   void loss(float scale, bool gradient);  // adds to the record's loss; with `gradient` leaves that of the last hidden state

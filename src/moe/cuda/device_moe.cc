@@ -65,6 +65,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   S = exchange->budget().padded_slots, R = exchange->budget().rows;
   step_parts = step_layout(config, P, options), scratch_parts = scratch_layout(config, P, options);
   for (int i = 0; i < ranks.count; ++i) scratch.emplace_back(scratch_parts.bytes, device), status.emplace_back(device);
+  if (config.recipe.is_blocked()) make_recipe();
   if (!options.exact_sizes) return;
   const SlotBytes most = bytes_of_slots(config, S);
   for (int i = 0; i < ranks.count; ++i) {
@@ -116,6 +117,7 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
   impl_->check_forward(f);
   const DeviceGuard guard(impl_->where.index);
   impl_->set_totals(f);
+  saved.seed = {options.rounding_seed, options.rounding_seed_device};
   saved.padding_masks.assign(options.padding_masks.begin(), options.padding_masks.end());
   for (std::size_t i = 0; i < impl_->count(); ++i) {
     impl_->set_routes(saved, i, x[i].shape[0]);

@@ -11,6 +11,9 @@
 // those of ExchangeConfig: receive_factor 0 is the worst case, captured mode's default 1.5. Both modes keep to the budget; neither waits, but for
 // DeviceMoeOptions::exact_sizes.
 //
+// Recipes bf16, fp8, mxfp8, nvfp4. Those of blocks quantise the weights in every forward (see weights_unchanged) and rows as they read them from the
+// windows: nothing is rounded on a link. backward() uses the copies of its forward, and makes them again where another forward quantised since.
+//
 // Types: x, d_out, parameters bf16; out, dx bf16 or f32; gradients of matmul weights bf16 (stored) or f32 (stored or accumulated), of the gate f32;
 // router_bias, b1, b2 and their gradients f32. Everything contiguous and aligned to 16 bytes; H, F / expert_tensor_parallel, latent, shared_F multiples
 // of 8.
@@ -32,7 +35,7 @@
 
 namespace waybill::cuda {
 
-// Speed and memory only, never results.
+// Speed and memory only, never results. Recipes of blocks read rows through the list whatever it says.
 struct DeviceMoePolicy {
   enum class Rows : std::uint8_t { kAuto = 0, kGather = 1, kPermute = 2 };
   Rows forward = Rows::kAuto;   // how the first matmul finds its rows: through a list, or from a copy in expert order
@@ -72,6 +75,12 @@ struct DeviceMoeForward {
   // The caller's own routing, f32 [T, E] a rank, 0 = not routed, on all ranks or none; see MoeForwardOptions::dense_map. More than K experts a token count
   // against the budget of slots as all else does.
   std::span<const TensorView> dense_maps;
+  // Recipes of blocks: w1, w2 and the shared expert's weights hold what they held in this layer's last forward, whose quantised copies still serve.
+  bool weights_unchanged = false;
+  // Random numbers of the recipe, for this forward's backward too: see MoeForwardOptions. rounding_seed_device: where that memory (one u64 on this
+  // device) is read instead, so that replays of a graph may draw anew.
+  std::uint64_t rounding_seed = 0;
+  const std::uint64_t* rounding_seed_device = nullptr;
 };
 
 struct DeviceMoeBackward {

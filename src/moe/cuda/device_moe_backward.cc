@@ -13,14 +13,21 @@
 namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::backward(const Backward& b) {
+  // Another forward has used the memory of the weights' copies since.
+  const bool is_stale = b.saved.weights_version == 0 || b.saved.weights_version != weights_version;
+  if (recipe && is_stale) mark(Phase::kActivation, b.stream), quantize_weights(b.parameters, b.saved, b.stream);
   recompute(b);
   if (config.latent > 0) mark(Phase::kShared, b.stream);
   const std::vector<DeviceRows> sent = sent_gradients(b);
   mark(Phase::kDispatch, b.stream);
-  send_to_experts(b, sent);
+  recipe ? blocked_send(b, sent) : send_to_experts(b, sent);
   mark(Phase::kExpertGemm, b.stream);
-  second_matmul_gradients(b);
-  first_matmul_gradients(b);
+  if (recipe) {
+    blocked_gradients(b);
+  } else {
+    second_matmul_gradients(b);
+    first_matmul_gradients(b);
+  }
   router_gradients(b);
   input_gradients(b);
   mark(Phase::kOther, b.stream);
@@ -30,7 +37,7 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
 // Gradients of rows (or the rows of x once more) to the experts' ranks: into expert order while they arrive, or to their window where the matmuls read a
 // list.
 void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const DeviceRows> sent) {
-  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  const bool gathered = recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather;
   if (gathered || !exchange->supports_chunks()) {
     exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
     if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(b.saved), b.stream);
@@ -90,7 +97,7 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
 
 // db1 from dh; db2 and what the routing weights get from b2, which counts once: on slice 0.
 void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
-  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  const bool gathered = recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather;
   const auto* begin = offsets(b.saved, i).as<std::int32_t>();
   const auto* list = slot_rows(b.saved, i).as<std::int32_t>();
   const MoeTensors& g = b.gradients[i];

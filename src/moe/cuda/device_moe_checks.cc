@@ -70,7 +70,8 @@ struct Checker {
 void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& given) {
   validate(config, P);
   check_device_config(device_exchange_config(config), P, device_map_room(config, given));
-  refuse_if(config.recipe.kind != Recipe::kBF16, "recipes other than bf16");
+  check_device_recipe(config, P);
+  refuse_if(given.exact_sizes && config.recipe.is_blocked(), "exact sizes under recipes of blocks");
   const std::uint32_t reasons = device_dense_reasons(config, given);
   if (reasons != kDenseMapNone && !config.allow_dense_map) {
     WB_FAIL(ErrorCode::kUnsupported, "compact routes are not legal and allow_dense_map is off: {}", describe_dense_map(reasons));
@@ -100,6 +101,7 @@ void DeviceMoeLayer::Impl::check_forward(const Forward& f) const {
              "a dense map excludes replayed routes ({}), capacity_factor ({}) and expert_tensor_parallel ({})", f.options.replay_ids.empty() ? "none" : "given",
              config.capacity_factor, config.expert_tensor_parallel);
   }
+  WB_CHECK(!f.options.weights_unchanged || !recipe || weights_version > 0, "forward: weights_unchanged, but no forward of this layer has quantised them yet");
   WB_CHECK(f.saved.layer == this, "forward: the step was made by another layer");
   if (options.exact_sizes) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;

@@ -67,6 +67,7 @@ void DeviceMoeLayer::Impl::latent_gradients(const Backward& b) {
 // shared_h (where wanted) and shared_a.
 void DeviceMoeLayer::Impl::shared_hidden(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, bool keep_h,
                                          cudaStream_t stream) {
+  if (recipe) return blocked_shared_hidden(x, saved, keep_h, stream);
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmActivationArgs args;
     args.product.a = x[i], args.product.weights = one_group(parameters[i].shared_w1), args.product.offsets = dense_offsets(saved, i);
@@ -79,6 +80,7 @@ void DeviceMoeLayer::Impl::shared_hidden(std::span<const MoeTensors> parameters,
 
 // base = (or, with a latent width, +=) the shared expert's result. Rows of an invalid step are left as they are.
 void DeviceMoeLayer::Impl::shared_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream) {
+  if (recipe) return blocked_shared_result(saved, stream);
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmArgs args;
     args.a = shared_a(saved, i), args.weights = one_group(parameters[i].shared_w2), args.offsets = dense_offsets(saved, i), args.y = forward_base(saved, i);
@@ -89,6 +91,7 @@ void DeviceMoeLayer::Impl::shared_result(std::span<const MoeTensors> parameters,
 
 // d_shared_w1, d_shared_w2; base += the input's gradient. shared_h becomes its own gradient.
 void DeviceMoeLayer::Impl::shared_gradients(const Backward& b) {
+  if (recipe) return blocked_shared_gradients(b);
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView offsets = dense_offsets(b.saved, i);
     GroupedGemmWgradArgs w2;

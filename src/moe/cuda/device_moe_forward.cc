@@ -11,6 +11,7 @@
 namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::forward(const Forward& f) {
+  if (recipe && !f.options.weights_unchanged) mark(Phase::kActivation, f.stream), quantize_weights(f.parameters, f.saved, f.stream);
   f.saved.reasons = dense_reasons(f);
   if (takes_map(f.saved)) {
     take_map(f);
@@ -43,6 +44,7 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   gather_results(f);
   report(f);
   mark(Phase::kOther, f.stream);
+  f.saved.weights_version = weights_version;
   f.saved.ready = f.options.training;
 }
 
@@ -69,6 +71,7 @@ void DeviceMoeLayer::Impl::choose(const Forward& f) {
 
 // h (where wanted) and a of every rank.
 void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream) {
+  if (recipe) return blocked_first_matmul(parameters, saved, keep_h, stream);
   const bool permuted = options.policy.forward == DeviceMoePolicy::Rows::kPermute;
   if (permuted) exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(saved), stream);
   for (std::size_t i = 0; i < count(); ++i) {
@@ -85,9 +88,13 @@ void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, 
 
 void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
-    GroupedGemmArgs args;
-    args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(f.saved, i), args.status = status_word(i);
-    grouped_gemm(args, on(f.stream));
+    if (recipe) {
+      recipe->second(routed_set(f.saved, i), a(f.saved, i), y(f.saved, i), /*accumulate=*/false, f.stream);
+    } else {
+      GroupedGemmArgs args;
+      args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(f.saved, i), args.status = status_word(i);
+      grouped_gemm(args, on(f.stream));
+    }
     if (!has_second_bias(i)) continue;
     // It takes the routing weight, which the matmul's epilogue does not know.
     SecondBias bias{};

@@ -10,6 +10,7 @@
 #include "core/cuda/status_device.h"
 #include "moe/cuda/device_moe.h"
 #include "moe/cuda/device_moe_layout.h"
+#include "moe/cuda/device_moe_recipe.h"
 
 namespace waybill::cuda {
 
@@ -51,6 +52,8 @@ struct DeviceMoeStep::Saved {
   const void* layer = nullptr;
   std::uint32_t reasons = kDenseMapNone;  // of the dense-map path
   bool has_totals = false;
+  std::uint64_t weights_version = 0;                                                // of the recipe's copies in this forward; 0: none, or restored
+  SeedSource seed;                                                                  // of the recipe's random numbers, for this forward's backward too
   double valid_tokens = 0, loss_tokens = 0, loss_sequences = 0, global_tokens = 0;  // of the losses
   bool ready = false;                                                               // a training forward filled it and no backward has used it
 
@@ -163,6 +166,19 @@ struct DeviceMoeLayer::Impl {
   void shared_gradients(const Backward& b);
   void latent_gradients(const Backward& b);
 
+  // device_moe_blocked.cc: the same matmuls under a recipe of blocks
+  void make_recipe();
+  ExpertSet routed_set(const Saved& saved, std::size_t i) const;
+  ExpertSet shared_set(const Saved& saved, std::size_t i) const;
+  void quantize_weights(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream);
+  void blocked_first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream);
+  ListedRows sent_x(const Saved& saved, std::size_t i) const;
+  void blocked_send(const Backward& b, std::span<const DeviceRows> sent);
+  void blocked_gradients(const Backward& b);
+  void blocked_shared_hidden(std::span<const TensorView> x, const Saved& saved, bool keep_h, cudaStream_t stream);
+  void blocked_shared_result(const Saved& saved, cudaStream_t stream);
+  void blocked_shared_gradients(const Backward& b);
+
   // device_moe_losses.cc
   void set_totals(const Forward& f);
   void reduce_counts(const Forward& f);
@@ -198,9 +214,11 @@ struct DeviceMoeLayer::Impl {
   std::uint64_t shared_rows_window = 0;     // where steps do not keep rows
   DeviceMoeStepLayout step_parts{};
   DeviceMoeScratchLayout scratch_parts{};
-  std::vector<DeviceBuffer> scratch;    // [ranks of the launch]
-  std::vector<SlotMemory> slot_memory;  // [ranks of the launch], exact sizes
-  std::vector<DeviceStatus> status;     // of the router and the matmuls; the exchange has its own
+  std::unique_ptr<RecipeMatmuls> recipe;  // of blocks; null: bf16
+  std::uint64_t weights_version = 0;      // of its copies of the weights; 0: none yet
+  std::vector<DeviceBuffer> scratch;      // [ranks of the launch]
+  std::vector<SlotMemory> slot_memory;    // [ranks of the launch], exact sizes
+  std::vector<DeviceStatus> status;       // of the router and the matmuls; the exchange has its own
   LocalRanks ranks{};
   bool in_range = false;
   std::int64_t dense_forwards = 0;

@@ -5,6 +5,7 @@
 
 #include "exchange/cuda/exchange_shape.h"
 #include "moe/capacity.h"
+#include "moe/cuda/device_moe_recipe.h"
 #include "ops/gemm/cuda/grouped_run.h"
 
 namespace waybill::cuda {
@@ -96,7 +97,7 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
-  s.y = carver.take_if(!exact_sizes, std::max(S * W * 2, base), 1);
+  s.y = carver.take_if(!exact_sizes, std::max({S * W * 2, base, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
   s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && partials_dtype(c, P) == DType::kBF16 ? T * c.H : 0, 2);
   s.base = carver.take_if(!exact_sizes && S * c.local_F() * 2 < base, base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
@@ -110,6 +111,7 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   s.d_expanded = carver.take(is_sliced ? T * c.K * c.expert_tensor_parallel : 0, 4);
   s.d_logits_more = carver.take(has_two_aux_losses(c) || (has_losses(c) && looks_for_duplicates(c, options)) ? T * c.E : 0, 4), s.dropped = carver.take(3, 4);
   s.d_map = carver.take(device_map_room(c, options).enabled ? T * c.E * c.expert_tensor_parallel : 0, 4);
+  s.recipe = carver.take(static_cast<std::int64_t>(recipe_layout(c, P).bytes), 1);
   s.bytes = carver.used;
   return s;
 }

@@ -56,6 +56,7 @@ struct DeviceMoeScratchLayout {
   std::uint64_t d_logits_more;                     // f32 [T, E]: of the global loss beside an aux loss; of losses beside duplicate ids
   std::uint64_t dropped;                           // i32 [3]: routes dropped; the capacity; whether a replayed row names an expert twice
   std::uint64_t d_map;                             // f32 [T, E t]: dense-map path
+  std::uint64_t recipe;                            // by RecipeLayout (device_moe_recipe.h); recipes of blocks
   std::size_t bytes;
 };
 inline bool has_losses(const MoeConfig& c) {

@@ -65,6 +65,7 @@ void DeviceMoeLayer::restore(DeviceMoeStep& step, const void* from, const Tensor
   if (parts.rows < parts.bytes) copy(rows.data, bytes + parts.rows, static_cast<std::size_t>(rows.size()) * 2, stream);
   const TensorView inputs[] = {x};
   impl_->set_totals(Impl::Forward{{}, inputs, {}, saved, options, stream});
+  saved.seed = {options.rounding_seed, options.rounding_seed_device}, saved.weights_version = 0;
   saved.padding_masks.assign(options.padding_masks.begin(), options.padding_masks.end());
   impl_->set_routes(saved, 0, x.shape[0]);
   saved.ready = true;

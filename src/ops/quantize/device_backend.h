@@ -17,6 +17,7 @@ struct QuantizeCall {
   const TensorView &x, &offsets;
   Stream stream;
   StatusWord* status;
+  TensorView rows = {};  // [S] int32 or null: x.shape[0] is S, row s lies at rows[s] (-1: zeros)
 };
 
 // portable: only kernels that take every format. refuse: why not; empty = accepts.

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recipes and argument checks. On the CPU the block loops are the reference ones: this op is the oracle of the GPU kernels.
-#include "waybill/quantize.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "core/implementation.h"
 #include "ops/quantize/device_backend.h"
 #include "ops/quantize/quantize_ref.h"
+#include "waybill/quantize_gathered.h"
 
 namespace waybill {
 
@@ -211,6 +210,51 @@ void quantize_device(const QuantizeCall& call) {
 
 }  // namespace
 
+namespace {
+
+// x as the quantiser sees it: S rows, which a list finds.
+TensorView as_listed(const TensorView& x, const TensorView& rows) {
+  WB_CHECK(rows.rank == 1 && rows.dtype == DType::kI32 && rows.is_contiguous() && rows.device == x.device,
+           "quantize: rows must be contiguous int32 [S] on {}, got {}", to_string(x.device), rows.describe());
+  TensorView listed = x;
+  listed.shape[0] = rows.shape[0];
+  if (x.shape[0] <= 1) listed.stride[0] = x.shape[1];
+  return listed;
+}
+
+// CPU.
+Tensor gathered_rows(const TensorView& x, const TensorView& rows) {
+  const std::int64_t S = rows.shape[0], C = x.shape[1];
+  Tensor copy = Tensor::zeros(x.dtype, {S, C});
+  const std::size_t element = size_bytes(x.dtype);
+  for (std::int64_t s = 0; s < S; ++s) {
+    const std::int32_t row = rows.as<std::int32_t>()[s];
+    WB_CHECK(row >= -1 && row < x.shape[0], "quantize: rows[{}] = {} is outside [-1, {})", s, row, x.shape[0]);
+    if (row < 0 || C == 0) continue;
+    std::memcpy(static_cast<std::byte*>(copy.view().data) + static_cast<std::size_t>(s * C) * element,
+                static_cast<const std::byte*>(x.data) + static_cast<std::size_t>(row * x.stride[0]) * element, static_cast<std::size_t>(C) * element);
+  }
+  return copy;
+}
+
+void check_both(const QuantConfig& rows, const QuantConfig& columns) {
+  WB_CHECK(rows.block_rows == 1 && columns.block_columns == 1 && rows.block_columns == columns.block_rows && rows.element == columns.element &&
+               rows.scale == columns.scale && rows.rule == columns.rule,
+           "quantize_both: blocks of 1 x B and B x 1 of one format are quantized together, got {} x {} and {} x {}", rows.block_rows, rows.block_columns,
+           columns.block_rows, columns.block_columns);
+}
+
+}  // namespace
+
+void quantize_gathered(const QuantConfig& config, const TensorView& x, const TensorView& rows, const TensorView& offsets, const QuantizedView& out,
+                       Stream stream, StatusWord* status) {
+  WB_CHECK(x.rank == 2, "quantize: the tensor must be [rows, C], got {}", x.describe());
+  if (x.device.type == DeviceType::kCpu) return quantize(config, gathered_rows(x, rows), offsets, out, stream, status);
+  const TensorView listed = as_listed(x, rows);
+  check(config, listed, offsets, out, true);
+  quantize_device({&config, &out, nullptr, nullptr, listed, offsets, stream, status, rows});
+}
+
 void quantize(const QuantConfig& config, const TensorView& x, const TensorView& offsets, const QuantizedView& out, Stream stream, StatusWord* status) {
   check(config, x, offsets, out, true);
   if (x.device.type == DeviceType::kCpu) return quantize_cpu(config, x, offsets, out, stream.pool);
@@ -219,15 +263,23 @@ void quantize(const QuantConfig& config, const TensorView& x, const TensorView& 
 
 void quantize_both(const QuantConfig& rows, const QuantConfig& columns, const TensorView& x, const TensorView& offsets, const QuantizedView& rows_out,
                    const QuantizedView& columns_out, Stream stream, StatusWord* status) {
-  WB_CHECK(rows.block_rows == 1 && columns.block_columns == 1 && rows.block_columns == columns.block_rows && rows.element == columns.element &&
-               rows.scale == columns.scale && rows.rule == columns.rule,
-           "quantize_both: blocks of 1 x B and B x 1 of one format are quantized together, got {} x {} and {} x {}", rows.block_rows, rows.block_columns,
-           columns.block_rows, columns.block_columns);
+  check_both(rows, columns);
   check(rows, x, offsets, rows_out, true);
   check(columns, x, offsets, columns_out, true);
   if (x.device.type != DeviceType::kCpu) return quantize_device({&rows, &rows_out, &columns, &columns_out, x, offsets, stream, status});
   quantize_cpu(rows, x, offsets, rows_out, stream.pool);
   quantize_cpu(columns, x, offsets, columns_out, stream.pool);
+}
+
+void quantize_both_gathered(const QuantConfig& rows, const QuantConfig& columns, const TensorView& x, const TensorView& list, const TensorView& offsets,
+                            const QuantizedView& rows_out, const QuantizedView& columns_out, Stream stream, StatusWord* status) {
+  WB_CHECK(x.rank == 2, "quantize: the tensor must be [rows, C], got {}", x.describe());
+  if (x.device.type == DeviceType::kCpu) return quantize_both(rows, columns, gathered_rows(x, list), offsets, rows_out, columns_out, stream, status);
+  check_both(rows, columns);
+  const TensorView listed = as_listed(x, list);
+  check(rows, listed, offsets, rows_out, true);
+  check(columns, listed, offsets, columns_out, true);
+  quantize_device({&rows, &rows_out, &columns, &columns_out, listed, offsets, stream, status, list});
 }
 
 void dequantize(const QuantConfig& config, const QuantizedView& q, const TensorView& offsets, const TensorView& y, Stream stream, StatusWord* status) {

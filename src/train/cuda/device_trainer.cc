@@ -89,7 +89,7 @@ void DeviceTrainer::queue(const Dataset& data, std::int64_t step) {
   // Phases are timed where the host is about to read the step anyhow.
   const bool is_timed = static_cast<std::int64_t>(model_.in_flight()) + 1 >= config_.train.overflow_check_every;
   if (is_timed) timer_.start();
-  model_.queue_step(batches, {config_.train.optimizer, static_cast<float>(rate), config_.train.clip_norm});
+  model_.queue_step(batches, {config_.train.optimizer, static_cast<float>(rate), config_.train.clip_norm, rounding_seed_of_step(config_.train.seed, step)});
   timer_.stop();
   queued_.push_back({step, rate, is_timed});
 }

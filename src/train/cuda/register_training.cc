@@ -4,6 +4,8 @@
 #include "model/cuda/device_memory.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
+#include "ops/gemm/cuda/quantized_cuda.h"
+#include "ops/quantize/cuda/quantize_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
 #include "train/cuda/device_trainer.h"
 #include "train/select_device.h"
@@ -25,7 +27,7 @@ int num_gpus() {
 void check(const RunConfig& config) { DeviceLanguageModel::check(config.model, config.parallel.W(), DeviceTrainer::model_options(config)); }
 
 std::unique_ptr<StepTrainer> make(const RunConfig& config, Fabric& world, ThreadPool* pool) {
-  register_router(), register_gemm(), register_activation();
+  register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
   return std::make_unique<DeviceTrainer>(config, world, pool);
 }
 

@@ -22,13 +22,15 @@ __device__ std::uint32_t largest(const WideRows& x, int begin, int end, bool is_
   std::uint32_t amax = 0;
   const int per = x.is_bf16 ? 8 : 4, pieces = is_wide ? x.columns / per : x.columns, lane = static_cast<int>(threadIdx.x) % 32;
   for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < end; row += kThreads / 32) {
+    const std::int64_t source = source_row(x, row);
+    if (source < 0) continue;
 #pragma unroll 4
     for (int piece = lane; piece < pieces; piece += 32) {
       if (!is_wide) {
         amax = max(amax, number(__float_as_uint(load_value(x, row, piece))));
         continue;
       }
-      const std::int64_t at = (row * x.stride + static_cast<std::int64_t>(piece) * per) * (x.is_bf16 ? 2 : 4);
+      const std::int64_t at = (source * x.stride + static_cast<std::int64_t>(piece) * per) * (x.is_bf16 ? 2 : 4);
       const uint4 v = ptx::ld_stream_v4(static_cast<const std::uint8_t*>(x.data) + at);
       amax = x.is_bf16 ? max(max(amax, number_pair(v.x)), max(number_pair(v.y), max(number_pair(v.z), number_pair(v.w))))
                        : max(max(amax, number(v.x)), max(number(v.y), max(number(v.z), number(v.w))));
@@ -69,7 +71,11 @@ void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t st
     group_scales_amax<<<kGrid, kThreads, static_cast<unsigned>(GroupTable::bytes(x.groups, 0)), stream>>>(x, reinterpret_cast<std::uint32_t*>(group_scales),
                                                                                                           is_wide);
   }
-  group_scales_finish<<<static_cast<unsigned>((x.groups + 255) / 256), 256, 0, stream>>>(group_scales, x.groups);
+  launch_group_scales_finish(group_scales, x.groups, stream);
+}
+
+void launch_group_scales_finish(float* group_scales, int groups, cudaStream_t stream) {
+  group_scales_finish<<<static_cast<unsigned>((groups + 255) / 256), 256, 0, stream>>>(group_scales, groups);
 }
 
 }  // namespace waybill::cuda

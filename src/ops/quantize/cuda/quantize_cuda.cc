@@ -100,7 +100,8 @@ void run_portable(const WideRows& x, const CodedRows& out, cudaStream_t stream) 
 void run(const QuantizeCall& call, bool portable) {
   const DeviceGuard guard(call.stream.device.index);
   const auto stream = static_cast<cudaStream_t>(call.stream.native);
-  const WideRows x = wide(call.x, call.offsets, call.status);
+  WideRows x = wide(call.x, call.offsets, call.status);
+  x.list = static_cast<const std::int32_t*>(call.rows ? call.rows.data : nullptr);
   const CodedRows out = coded(*call.config, *call.out);
   prepare(x, out, stream);
   if (portable) {

@@ -19,7 +19,8 @@ struct WideRows {
   int columns;
   const std::int32_t* offsets;  // [groups + 1] or null: one group of all rows
   int groups;
-  StatusWord* status;  // or null
+  StatusWord* status;                  // or null
+  const std::int32_t* list = nullptr;  // [rows] or null: row s is the tensor's row list[s], zeros where that is -1. Reading kernels only
 };
 
 // Codes and scales of one direction. Null parts are not written (or not there to be read).
@@ -51,6 +52,7 @@ void launch_dequantize(const WideRows& y, const CodedRows& in, cudaStream_t stre
 
 // NVFP4's first pass: the scale of each group. group_scales [groups]: zeros before the launch.
 void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t stream);
+void launch_group_scales_finish(float* group_scales, int groups, cudaStream_t stream);  // largest magnitudes -> scales, in place
 
 // Blocks of 1 x 128, 1 x 32 (8-bit elements) or 1 x 16 (E2M1 under E4M3): quantize_rows.cu. x and codes aligned to 16 and 8 bytes with their
 // strides, columns a multiple of 8.

@@ -6,6 +6,7 @@
 
 #include "ops/quantize/cuda/group_table.cuh"
 #include "ops/quantize/cuda/wide_piece.cuh"
+#include "ops/quantize/cuda/wide_rows.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -76,7 +77,8 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const WideRows x, cons
       const int unit = first + i;
       row[i] = unit / grid.segments;
       column[i] = unit < num_units ? (unit - row[i] * grid.segments) * kWarpColumns + 8 * lane : x.columns;
-      pieces[i].load(x.data, row[i] * x.stride + column[i], column[i] < x.columns);
+      const std::int64_t source = column[i] < x.columns ? source_row(x, row[i]) : -1;
+      pieces[i].load(x.data, source * x.stride + column[i], source >= 0);
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {

@@ -11,6 +11,7 @@
 
 #include "ops/quantize/cuda/group_table.cuh"
 #include "ops/quantize/cuda/wide_piece.cuh"
+#include "ops/quantize/cuda/wide_rows.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -217,8 +218,9 @@ __device__ __forceinline__ void start_copies(const WideRows& x, const Place& at,
   constexpr int kPieces = kIsBf16 ? 1 : 2;  // of 16 bytes, for 8 elements
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const bool is_there = at.has_row(i) && at.column() < x.columns;
-    const std::int64_t element = is_there ? at.row(i) * x.stride + at.column() : 0;
+    const std::int64_t source = at.has_row(i) && at.column() < x.columns ? source_row(x, at.row(i)) : -1;
+    const bool is_there = source >= 0;
+    const std::int64_t element = is_there ? source * x.stride + at.column() : 0;
 #pragma unroll
     for (int h = 0; h < kPieces; ++h) {
       ptx::copy_async_16(static_cast<std::uint32_t>(__cvta_generic_to_shared(next + (i * kPieces + h) * kThreads + threadIdx.x)),

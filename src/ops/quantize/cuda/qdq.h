@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// quantize_dequantize() and hadamard_rows() (waybill/quantize.h) on the GPU, rows found through a list, in one call: the operands of a recipe's
+// matmuls as bf16. To the bit the CPU's fp32 results of the same values, rounded to bf16.
+#pragma once
+
+#include "ops/quantize/cuda/quantize_params.h"
+#include "waybill/quantize_format.h"
+
+namespace waybill::cuda {
+
+// In device memory where a replayed graph must see another one; else `value`.
+struct SeedSource {
+  std::uint64_t value = 0;
+  const std::uint64_t* pointer = nullptr;
+};
+
+// Formats: E4M3 under E8M0 and E2M1 under E4M3 (NVFP4), blocks of 1, 16 or 32 rows and columns. C a multiple of 8 and of block_columns, rows aligned to
+// 16 bytes. Group g takes the random numbers of the key random_u64(random_u64(seed, draws), first_id + g * id_stride), as src/moe/recipe_operands.cc does.
+struct QdqCall {
+  WideRows x;  // bf16. rows, offsets, groups: of the slots; list: where they lie
+  void* y;     // bf16 [S, C] contiguous; hadamard: each group filled to whole blocks of 16 rows, which y must hold (S + 15 groups do)
+  ElementFormat element;
+  ScaleFormat scale;
+  ScaleRule rule;
+  int block_rows, block_columns;
+  bool stochastic, hadamard;
+  SeedSource seed;
+  std::uint64_t draws;
+  std::int64_t first_id;
+  std::int64_t id_stride = 1;
+  float* group_scales;      // kE4M3: room for [groups]
+  std::int32_t* y_offsets;  // hadamard: [groups + 1], where y's groups start, written; else null
+};
+// Queued on `stream`; nothing waits, nothing is allocated.
+void launch_qdq(const QdqCall& call, cudaStream_t stream);
+
+}  // namespace waybill::cuda
