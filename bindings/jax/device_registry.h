@@ -4,8 +4,8 @@
 
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
-#include <vector>
 
 #include "ffi_support.h"
 
@@ -21,8 +21,7 @@ class DeviceRegistry {
 
   // The handle; made where there is none and `may_create` says so, else null.
   wb_status get(const Config& config, std::int32_t P, std::int32_t device, const wb_process_group* group, bool may_create, Handle** handle) {
-    const auto* bytes = reinterpret_cast<const std::uint8_t*>(&config);
-    const std::tuple key(std::vector<std::uint8_t>(bytes, bytes + sizeof(config)), P, device);
+    const std::tuple key(std::string(reinterpret_cast<const char*>(&config), sizeof(config)), P, device);
     const std::lock_guard lock(mutex_);
     if (const auto found = handles_.find(key); found != handles_.end()) {
       *handle = found->second;
@@ -37,7 +36,7 @@ class DeviceRegistry {
 
  private:
   std::mutex mutex_;
-  std::map<std::tuple<std::vector<std::uint8_t>, std::int32_t, std::int32_t>, Handle*> handles_;
+  std::map<std::tuple<std::string, std::int32_t, std::int32_t>, Handle*> handles_;
 };
 
 using DeviceLayers = DeviceRegistry<wb_moe_config, wb_device_moe, wb_device_moe_create>;
