@@ -63,6 +63,13 @@ class Workload(unittest.TestCase):
             with self.subTest(name=name, K=K), self.assertRaises(ValueError):
                 waybill.workload(name, T, K, E)
         self.assertEqual(len(waybill.workload("W1", 0, 1, 2)[0]), 0)
+        for wrong in [{"T": -1}, {"K": 0}, {"P": 0}, {"P": 2**31}, {"seed": -1}, {"seed": 2**64}, {"step": -1}, {"T": 2**40}]:
+            [(what, value)] = wrong.items()
+            with self.subTest(**wrong), self.assertRaisesRegex(ValueError, f"{what} = {value}"):
+                waybill.workload("W1", **({"T": 4, "K": 1, "E": 2} | wrong))
+        for wrong in [{"name": None}, {"T": 4.5}, {"P": "2"}]:
+            with self.subTest(**wrong), self.assertRaises(TypeError):
+                waybill.workload(**({"name": "W1", "T": 4, "K": 1, "E": 2} | wrong))
 
 
 class Library(unittest.TestCase):

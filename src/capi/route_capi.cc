@@ -43,10 +43,11 @@ wb_status wb_route_get_stats(const wb_route* route, int32_t P, wb_route_stats* s
 wb_status wb_workload_ids(const char* workload, uint64_t seed, int64_t step, int64_t T, int64_t K, int64_t E, int32_t P, int32_t* ids,
                           int64_t* row_bounds) noexcept {
   return guarded([&] {
-    WB_CHECK(workload != nullptr && (ids != nullptr || T == 0), "workload and ids must not be null");
+    WB_CHECK(workload != nullptr, "workload must not be null");
     WorkloadConfig config;
     config.workload = parse_workload(workload), config.seed = seed, config.step = step, config.T = T, config.K = K, config.E = E;
     validate(config);
+    WB_CHECK(ids != nullptr || T == 0, "ids must not be null where T = {}", T);
     const std::vector<std::int64_t> bounds = workload_bounds(config, P);
     const std::vector<std::int32_t> result = workload_ids(config);
     std::copy(result.begin(), result.end(), ids);

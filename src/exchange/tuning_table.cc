@@ -49,7 +49,7 @@ void parse_number(std::istringstream& line, const std::string& where, const char
 
 RowTuning parse_row(std::istringstream& line, const std::string& where) {
   RowTuning row;
-  WB_CHECK(line >> row.row_bytes && row.row_bytes > 0, "{}: row_bytes must be a positive whole number", where);
+  WB_CHECK(line >> row.row_bytes && row.row_bytes > 0, "{}: row_bytes must be a positive whole number, or the line one of \"cpu\": {}", where, line.str());
   for (const Field& field : kFields) parse_number(line, where, field.name, field.least, field.most, row.*field.member);
   expect_end(line, where);
   return row;

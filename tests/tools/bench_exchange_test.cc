@@ -98,6 +98,7 @@ TEST_F(TuneExchange, WhatIsNoTableIsRefusedAndKept) {
 
 TEST_F(TuneExchange, GpusAreOnlyTuned) {
   EXPECT_THAT(error_of([&] { (void)run_bench(arguments({"--device", "cuda"})); }), HasSubstr("--device cuda needs --tune FILE"));
+  EXPECT_THAT(error_of([&] { (void)run_bench(arguments({"--tune", ""})); }), HasSubstr("--tune needs the name of a file"));
 }
 
 TEST_F(TuneExchange, WithoutAGpuNothingIsWritten) {

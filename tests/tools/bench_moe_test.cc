@@ -88,6 +88,18 @@ TEST(MoeBench, AllStacksAndTheAblationAreCheckedCountedAndRecorded) {
   std::filesystem::remove(path);
 }
 
+TEST(MoeBench, OptionsOfTheOtherDeviceAreRefused) {
+  const auto refused = [](std::vector<std::string> more) {
+    more.insert(more.begin(), {"bench", "moe", "--shapes", kFolder + "moe.toml"});
+    return error_of([&] { (void)run_bench(more); });
+  };
+  for (const char* option : {"--receive-factor=1.5", "--f32-gradients", "--no-peer", "--trace=t.json", "--plot=p.html", "--python=python3"}) {
+    EXPECT_THAT(refused({option}), ::testing::HasSubstr("needs --device cuda")) << option;
+  }
+  EXPECT_THAT(refused({"--device", "cuda", "--tokens", "8"}), ::testing::HasSubstr("--tokens is for --device cpu"));
+  EXPECT_THAT(refused({"--device", "cuda", "--receive-factor", "nan"}), ::testing::HasSubstr("--receive-factor"));
+}
+
 TEST(BenchLoads, F30_TheSharedFileHoldsTheTenLoads) {
   const std::vector<NamedLoad> loads = load_loads(kFolder + "loads.toml");
   ASSERT_EQ(loads.size(), static_cast<std::size_t>(kNumWorkloads));

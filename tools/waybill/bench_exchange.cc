@@ -67,7 +67,8 @@ void register_bench_exchange(CLI::App& bench) {
   command->add_option("--device", options->device, "with --tune: cuda searches the numbers of the GPUs, bf16 rows between two ranks (needs a CUDA build)")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
-  command->callback([options, table] {
+  command->callback([options, table, command] {
+    WB_CHECK(command->get_option("--tune")->count() == 0 || !table->empty(), "--tune needs the name of a file, got \"\"");
     WB_CHECK(options->device == "cpu" || !table->empty(), "--device cuda needs --tune FILE; bench_cuda_exchange times the steps on GPUs");
     table->empty() ? run(*options) : tune_exchange(*options, *table);
   });

@@ -170,6 +170,7 @@ void run_on_gpu(const CLI::App& command, MoeBenchOptions options) {
     WB_CHECK(command.get_option(name)->count() == 0, "{} is for --device cpu: on GPUs shapes come from the shapes file, and every stack is checked", name);
   }
   GpuMoeBench gpu = options.gpu;
+  WB_CHECK(std::isfinite(gpu.receive_factor), "--receive-factor {} must be a finite number", gpu.receive_factor);
   const auto split = [](const std::string& list) {
     std::vector<std::string> parts;
     for (std::size_t begin = 0; begin <= list.size();) {
@@ -254,6 +255,9 @@ void register_bench_moe(CLI::App& bench) {
   command->add_option("--python", options->gpu.python, "cuda: interpreter of the PyTorch layer and of --plot")->capture_default_str();
   command->callback([options, command] {
     if (options->common.device == "cuda") return run_on_gpu(*command, *options);
+    for (const char* name : {"--receive-factor", "--f32-gradients", "--no-peer", "--trace", "--plot", "--python"}) {
+      WB_CHECK(command->get_option(name)->count() == 0, "{} needs --device cuda", name);
+    }
     run(*options);
   });
 }

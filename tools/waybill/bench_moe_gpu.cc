@@ -64,7 +64,8 @@ struct Scratch {
 // The PyTorch layer on the same GPUs, one process each. Why it did not run, or "".
 std::string run_peer(const BenchOptions& common, const GpuMoeBench& options, int ranks, const std::string& out) {
   if (options.no_peer) return "--no-peer";
-  if (!options.loads.empty() && std::find(options.loads.begin(), options.loads.end(), "natural") == options.loads.end()) return "it knows natural routes only";
+  if (!options.loads.empty() && std::find(options.loads.begin(), options.loads.end(), "natural") == options.loads.end())
+    return "it is compared at natural routes (--load router) only";
   const std::string script = source_file("bench/peers/torch_moe_ep.py");
   if (script.empty()) return "bench/peers/torch_moe_ep.py was found neither here nor above the command";
   if (std::system((quoted(options.python) + " -c 'import torch' >/dev/null 2>&1").c_str()) != 0) return "no PyTorch in " + options.python;
@@ -110,7 +111,7 @@ void set_gpu_moe_bench(GpuMoeBenchFunction function) { g_bench = function; }
 int bench_moe_on_gpu(const BenchOptions& common, const GpuMoeBench& options) {
   if (g_bench == nullptr) WB_FAIL(ErrorCode::kUnsupported, "bench moe --device cuda: this program was built without CUDA or without WAYBILL_BUILD_BENCH");
   WB_CHECK(common.json != "-", "bench moe --device cuda prints while it runs: --json needs a file, got -");
-  check_writable(common.json, "--json"), check_writable(options.plot, "--plot");
+  check_writable(common.json, "--json"), check_writable(options.plot, "--plot"), check_writable(options.trace, "--trace");
   WB_CHECK(options.plot.empty() || !common.json.empty(), "--plot needs the records: give --json FILE");
   const int ranks = common.P > 0 ? common.P : 2;
   const Scratch scratch;

@@ -2,8 +2,12 @@
 // The order of the module benchmark: shapes, loads, designs, checks, times. Options: bench/cuda/moe_bench.cc.
 #include "bench/cuda/moe/module_bench.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
+#include <cmath>
 #include <sstream>
+#include <string_view>
 
 #include "bench/cuda/gemm_anchor.h"
 #include "bench/cuda/moe/check.h"
@@ -23,10 +27,12 @@ namespace {
 
 constexpr double kOracleBound = 2e-2, kStackBound = 2e-2;
 
+constexpr std::string_view kStacks[] = {"sparse", "exact", "exact-resend", "dense-map", "padded", "capacity", "loop"};
+
 struct Options {
   std::string path = "moe.jsonl", shapes_file = "bench/shapes/moe.toml", trace;
   std::vector<std::string> shapes{"deepseek-v3-slice", "qwen3-30b-a3b", "sparser-ep72", "proxy-512", "sparser-2304"};
-  std::vector<std::string> stacks{"sparse", "exact", "exact-resend", "dense-map", "padded", "capacity", "loop"};
+  std::vector<std::string> stacks{std::begin(kStacks), std::end(kStacks)};
   std::vector<std::string> loads{"natural"};
   std::vector<Recipe> recipes;
   bool ablation = false, f32 = false;
@@ -87,6 +93,12 @@ Options parse(int argc, char** argv) {
     else
       o.path = name;
   }
+  for (const std::string& stack : o.stacks) {
+    WB_CHECK(std::find(std::begin(kStacks), std::end(kStacks), stack) != std::end(kStacks), "no stack '{}', known are {}", stack, fmt::join(kStacks, ", "));
+  }
+  WB_CHECK(!o.shapes.empty() && !o.stacks.empty(), "--shape and --stack must each name one at least");
+  WB_CHECK(o.iterations >= 1 && o.ranks >= 1, "--iterations = {} and --ranks = {} must be at least 1", o.iterations, o.ranks);
+  WB_CHECK(o.factor > 0 && std::isfinite(o.factor), "--factor = {} must be a positive number", o.factor);
   WB_CHECK(!o.loads.empty(), "--load names no load");
   for (const std::string& load : o.loads) {
     if (load == "natural") continue;
@@ -333,9 +345,17 @@ class Comparison {
 
 int run_module_bench(int argc, char** argv) {
   const Options options = parse(argc, argv);
-  register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
+  const std::vector<Shape> known = read_shapes(options.shapes_file);
+  for (const std::string& name : options.shapes) {
+    WB_CHECK(std::any_of(known.begin(), known.end(), [&](const Shape& s) { return s.name == name; }), "no shape {} in {}", name, options.shapes_file);
+  }
   int count = 0;
-  WB_TRY_CUDA(cudaGetDeviceCount(&count));
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    WB_FAIL(ErrorCode::kUnsupported, "no GPU is usable here ({}); `waybill doctor` says what is missing",
+            error != cudaSuccess ? cudaGetErrorString(error) : "none is visible");
+  }
+  register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
   std::vector<int> devices{0};
   if (count > 1 && options.ranks > 1) devices.push_back(1);
   Report report(options.path);
@@ -346,11 +366,9 @@ int run_module_bench(int argc, char** argv) {
   const double dense = sustained_dense_tflops();
   report.add_rate("dense", "cuBLASLt bf16 8192^3, sustained", dense, "TFLOP/s");
   if (!options.recipes.empty()) report.add_rate("dense", "cuBLASLt E4M3 8192^3, sustained", sustained_dense_tflops(true), "TFLOP/s");
-  const std::vector<Shape> known = read_shapes(options.shapes_file);
   Comparison comparison(options, report, dense);
   for (const std::string& name : options.shapes) {
     const auto shape = std::find_if(known.begin(), known.end(), [&](const Shape& s) { return s.name == name; });
-    WB_CHECK(shape != known.end(), "no shape {} in {}", name, options.shapes_file);
     for (const std::string& load : options.loads) comparison.attempt([&] { comparison.run(*shape, devices, load); });
     if (options.f32) comparison.attempt([&] { comparison.run_f32(*shape, devices); });
   }

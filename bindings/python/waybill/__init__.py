@@ -7,6 +7,7 @@ This module needs neither framework: configs, groups of ranks and `update_expert
 from __future__ import annotations
 
 import array
+import operator
 from typing import Any
 
 from ._abi import VERSION as __version__
@@ -39,14 +40,22 @@ def workload(name: str, T: int, K: int, E: int, *, P: int = 1, seed: int = 1, st
     """Synthetic routes with a named skew ("W0" to "W9" or "balanced", "zipf", ...): what the benchmarks use.
 
     Returns ids [tokens, K] int32 (a memoryview; numpy and torch take it as it is) and the row bounds [P + 1] of the P sources. tokens is T, but for W9 as many
-    as give every expert 1 or 2 rows. ValueError names a wrong name or size.
+    as give every expert 1 or 2 rows. ValueError names a wrong name or size, TypeError what is no string or whole number.
     """
     import ctypes
 
     from ._library import check
 
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string as \"W0\", got {name!r}")
+    limits = {"T": (T, 0, 2**31), "K": (K, 1, 2**31), "E": (E, 1, 2**31), "P": (P, 1, 2**31), "seed": (seed, 0, 2**64), "step": (step, 0, 2**63)}
+    for what, (value, low, high) in limits.items():
+        if not low <= operator.index(value) < high:  # ctypes would cut it off
+            raise ValueError(f"{what} = {value} is outside of {low}..{high - 1}")
     tokens = ctypes.c_int64()
     check(library().wb_workload_tokens(name.encode(), T, K, E, ctypes.byref(tokens)))
-    ids, bounds = array.array("i", bytes(4 * max(tokens.value, 0) * max(K, 0))), array.array("q", bytes(8 * (max(P, 0) + 1)))
+    if tokens.value * K >= 2**31:  # as the library says; before the memory is asked for
+        raise ValueError(f"a workload needs 0 <= T * K < 2^31, got T = {tokens.value}, K = {K}")
+    ids, bounds = array.array("i", bytes(4 * tokens.value * K)), array.array("q", bytes(8 * (P + 1)))
     check(library().wb_workload_ids(name.encode(), seed, step, tokens.value, K, E, P, ids.buffer_info()[0], bounds.buffer_info()[0]))
     return (memoryview(ids).cast("B").cast("i", [tokens.value, K]) if len(ids) else memoryview(ids)), list(bounds)
