@@ -54,7 +54,7 @@ collect() {
   wait "${pids[@]}"
   for name in "${names[@]}"; do
     file=$(file_of "$name")
-    if [ "$(cat "$file.rc")" = 0 ]; then note "$name" "passed$(python3 scripts/gtest_skips.py "$file.log")"; else note "$name" failed; tail -20 "$file.log" >&2; fi
+    if [ "$(cat "$file.rc")" = 0 ]; then note "$name" "passed$(python3 scripts/gtest_skips.py "$file.log")"; else note "$name" failed; grep -n FAILED "$file.log" | head -20 >&2; tail -20 "$file.log" >&2; fi
   done
   names=() pids=()
 }

@@ -88,8 +88,9 @@ TEST_F(TrainCuda, RunsUnderEveryRecipeFollowTheCpus) {
     const std::string name = recipe;
     const Outcome cpu = run("demo", name + "_cpu", "cpu", overrides), gpu = run("demo", name + "_gpu", "cuda", overrides);
     ASSERT_EQ(gpu.recording.losses.size(), cpu.recording.losses.size());
-    for (std::size_t i = 0; i < cpu.recording.losses.size(); ++i) {
-      EXPECT_NEAR(gpu.recording.losses[i], cpu.recording.losses[i], (name == "nvfp4" ? 0.03 : 0.015) * cpu.recording.losses[i]) << "step " << i + 1;
+    for (std::size_t i = 0; i < cpu.recording.losses.size(); ++i) {  // later steps as in expect_close()
+      const double bound = i >= 6 ? 0.05 : (name == "nvfp4" ? 0.03 : 0.015);
+      EXPECT_NEAR(gpu.recording.losses[i], cpu.recording.losses[i], bound * cpu.recording.losses[i]) << "step " << i + 1;
     }
     EXPECT_LT(gpu.recording.losses.back(), gpu.recording.losses.front() - 0.3);
     const Outcome again = run("demo", name + "_again", "cuda", overrides);
