@@ -2,34 +2,13 @@
 // The dense-map path of the MoE layer on GPUs: every trigger takes it on every rank, says why once and is counted; results are those of the CPU.
 #include <gmock/gmock.h>
 
-#include <mutex>
-
 #include "cuda/moe_check.h"
-#include "waybill/log.h"
+#include "moe/warning_log.h"
 
 namespace waybill::cuda {
 namespace {
 
-// Warnings about the path, made on any thread.
-class WarningLog {
- public:
-  WarningLog() {
-    forget_warnings();
-    set_log_callback([this](LogLevel level, const std::string& text) {
-      const std::lock_guard lock(mutex_);
-      if (level == LogLevel::kWarning && text.find("dense-map path") != std::string::npos) lines_.push_back(text);
-    });
-  }
-  ~WarningLog() { set_log_callback({}); }
-  std::vector<std::string> lines() const {
-    const std::lock_guard lock(mutex_);
-    return lines_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::vector<std::string> lines_;
-};
+using mt::WarningLog;
 
 class MoeCudaMap : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, MoeCudaMap, ::testing::Values(1, 2, 4, 8), ::testing::PrintToStringParamName());

@@ -5,31 +5,10 @@
 #include <gtest/gtest.h>
 
 #include "moe/harness.h"
-#include "waybill/log.h"
+#include "moe/warning_log.h"
 
 namespace waybill::test {
 namespace {
-
-// Warnings between construction and destruction.
-class WarningLog {
- public:
-  WarningLog() {
-    forget_warnings();
-    set_log_callback([this](LogLevel level, const std::string& text) {
-      const std::lock_guard lock(mutex_);
-      if (level == LogLevel::kWarning && text.find("dense-map path") != std::string::npos) lines_.push_back(text);
-    });
-  }
-  ~WarningLog() { set_log_callback({}); }
-  std::vector<std::string> lines() const {
-    const std::lock_guard lock(mutex_);
-    return lines_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::vector<std::string> lines_;
-};
 
 // One warning that names the reason, and one count per rank and training forward.
 void expect_fallback(const Result& r, const WarningLog& log, const std::string& reason, std::int64_t forwards) {
