@@ -256,7 +256,7 @@ def host_time(device):
     measure()
     result["library"] = median(inner["forward"]) + median(inner["backward"])
     if on_gpu:
-        calls = {"replay": captured(block, parameters, x, d_out).replay}
+        calls = {"replay": captured(block, parameters, x, d_out)}
         result |= measure()
     return {**result, "added": result["waybill"] - result["nothing"] - result["library"]}
 
