@@ -9,9 +9,9 @@ median of 5. torch._grouped_mm (bf16); wgrad stores bf16.
 --fp8: torch._scaled_grouped_mm (E4M3, row-wise scales, fast accumulation) instead, the peer of bench_cuda_fp8's forward. Row-wise scales are
 coarser than blocks of 128: torch adds no products of blocks in fp32.
 """
+import argparse
 import json
 import statistics
-import sys
 
 import torch
 
@@ -85,9 +85,22 @@ def measure_fp8(groups, rows, n, c):
     return time_us(lambda: torch._scaled_grouped_mm(a, w.transpose(1, 2), a_scale, w_scale, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=True))
 
 
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("out")
+    what = parser.add_mutually_exclusive_group()
+    for option in ("--loads", "--only-loads", "--fp8"):
+        what.add_argument(option, action="store_true")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed, none is here")
+    return arguments
+
+
 def main():
-    if "--fp8" in sys.argv:
-        with open(sys.argv[1], "w", encoding="utf-8") as out:
+    arguments = parse()
+    if arguments.fp8:
+        with open(arguments.out, "w", encoding="utf-8") as out:
             for groups, rows, n, c in SHAPES:
                 us = measure_fp8(groups, rows, n, c)
                 record = {"op": "fp8_fwd", "case": f"{groups}x{rows} N{n} C{c} even", "torch_version": torch.__version__, "peers": {"torch row-wise": round(us, 2)}}
@@ -98,12 +111,11 @@ def main():
     y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     dense = 2 * 8192**3 / time_us(lambda: x @ y.t()) * 1e-6
     print(f"dense 8192^3: {dense:.1f} TFLOP/s")
-    only = "--only-loads" in sys.argv
-    cases = [] if only else [(*s, "even") for s in SHAPES]
-    if only or "--loads" in sys.argv:
+    cases = [] if arguments.only_loads else [(*s, "even") for s in SHAPES]
+    if arguments.only_loads or arguments.loads:
         cases += [(*s, load) for load in ("softmax", "hot90", "zipf") for s in LOADED]
         cases += [(*WORKLOAD_SHAPE, load) for load in loads.WORKLOADS]
-    with open(sys.argv[1], "w", encoding="utf-8") as out:
+    with open(arguments.out, "w", encoding="utf-8") as out:
         for groups, rows, n, c, load in cases:
             s, times = measure(groups, rows, n, c, load)
             flops, line = 2 * s * n * c, ""

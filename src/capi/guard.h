@@ -60,8 +60,9 @@ constexpr std::uint64_t first_size<wb_moe_forward_options>() {
 
 template <class T>
 void check_size(std::uint64_t given, const char* name) {
-  WB_CHECK(given >= first_size<T>() && given <= sizeof(T), "{}.struct_size is {}, this library (ABI {}) knows {} to {}; set it with the init function", name,
-           given, WB_ABI_VERSION, first_size<T>(), sizeof(T));
+  WB_CHECK(given >= first_size<T>() && given <= sizeof(T),
+           "{}.struct_size is {}, this library (ABI {}) knows {} to {}; set it with the init function, or to sizeof where there is none", name, given,
+           WB_ABI_VERSION, first_size<T>(), sizeof(T));
 }
 
 // The caller's struct; fields that its older header lacks are taken from `defaults`.

@@ -58,6 +58,10 @@ wb_status wb_workload_ids(const char* workload, uint64_t seed, int64_t step, int
 wb_status wb_workload_tokens(const char* workload, int64_t T, int64_t K, int64_t E, int64_t* tokens) noexcept {
   return guarded([&] {
     WB_CHECK(workload != nullptr && tokens != nullptr, "workload and tokens must not be null");
-    *tokens = parse_workload(workload) == Workload::kFewRows ? few_rows_tokens(E, K) : T;
+    WorkloadConfig config;
+    config.workload = parse_workload(workload), config.T = T, config.K = K, config.E = E;
+    if (config.workload == Workload::kFewRows && E <= INT32_MAX) config.T = few_rows_tokens(E, K);
+    validate(config);
+    *tokens = config.T;
   });
 }

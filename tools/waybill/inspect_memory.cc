@@ -29,7 +29,7 @@ Parts parts_of(const MemoryEstimate& m) {
           {"optimizer", m.optimizer},
           {"activations", m.activations},
           {"receive_window", m.receive_window},
-          {"logits and tokens", m.logits},
+          {"logits_and_tokens", m.logits},
           {"operands", m.operands},
           {"scratch", m.scratch},
           {"total", m.total() + m.scratch}};
