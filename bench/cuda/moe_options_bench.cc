@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the layer's options cost: forward and backward as one graph on one GPU, plain and with one option at a time, interleaved with the plain layer.
-//   bench_cuda_moe_options [--filter TEXT]
+//   bench_cuda_moe_options [--filter TEXT] [--load W1]      --load: replays the routes of a load of bench/shapes/loads.toml
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -15,6 +15,7 @@
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/router/cuda/router_cuda.h"
+#include "waybill/workload.h"
 
 namespace waybill::cuda::moe_bench {
 namespace {
@@ -36,14 +37,17 @@ class Case {
                                               [&](const std::string& name, std::size_t bytes) { return group_->window(name, bytes); });
     step_ = layer_->make_step();
     std::vector<MoeTensors> weights, gradients;
-    std::vector<TensorView> x, out, d_out, dx;
+    std::vector<TensorView> x, out, d_out, dx, ids;
     for (const RankTensors* t : problem.on(0)) {
       weights.push_back(t->weights), gradients.push_back(t->gradients);
       if (c.expert_bias) add_biases(c, P, weights.back(), gradients.back());
       x.push_back(t->x), out.push_back(t->out), d_out.push_back(t->d_out), dx.push_back(t->dx);
+      if (problem.load() != "natural") ids.push_back(t->ids);
     }
+    DeviceMoeForward replay;
+    replay.replay_ids = ids;
     const auto both = [&](cudaStream_t on) {
-      layer_->forward(weights, x, out, step_, {}, on);
+      layer_->forward(weights, x, out, step_, replay, on);
       layer_->backward(weights, gradients, x, d_out, dx, step_, {}, on);
     };
     both(stream_);
@@ -80,9 +84,16 @@ class Case {
 
 int main_checked(int argc, char** argv) {
   CaseFilter filter;
+  std::string load = "natural";
   for (int i = 1; i < argc; i += 2) {
-    WB_CHECK(std::string(argv[i]) == "--filter" && i + 1 < argc, "{} is no option, or its value is missing", argv[i]);
-    filter = CaseFilter(argv[i + 1]);
+    const std::string option = argv[i];
+    WB_CHECK((option == "--filter" || option == "--load") && i + 1 < argc, "{} is no option, or its value is missing", option);
+    if (option == "--filter") {
+      filter = CaseFilter(argv[i + 1]);
+    } else {
+      load = argv[i + 1];
+      if (load != "natural") parse_workload(load);  // a wrong name ends here
+    }
   }
   register_router(), register_gemm(), register_activation();
   const Variant plain{"plain", [](MoeConfig&) {}};
@@ -96,7 +107,7 @@ int main_checked(int argc, char** argv) {
   };
   const Shape shapes[] = {{"T8192 H2048 F768 E128 K8", 8192, 2048, 768, 128, 8}, {"T8192 H512 F512 E64 K36", 8192, 512, 512, 64, 36}};
   for (const Shape& shape : shapes) {
-    Problem problem(shape, 1, {0}, "natural");
+    Problem problem(shape, 1, {0}, load);
     Case reference(problem, plain);
     for (const Variant& variant : variants) {
       const std::string name = shape.name + ", " + variant.name;

@@ -9,7 +9,7 @@
 // Everything between dispatch and combine (layout, permute, matmuls, unpermute_reduce) is called on node() with handle.inside. Rows of an expert lie
 // by source index in the node, then source node, then token. Partials inside a node are fp32 (node().wire()); combine_wire says what travels between
 // nodes. Bits: those of the CPU engine's two-level exchange. Ranks of a node that wait in vain end in its status word, as in DeviceExchange; a lost
-// node makes NCCL fail, which the rail's owner sees.
+// node is named by NcclWorld::synchronize() within its timeout.
 #pragma once
 
 #include <memory>
