@@ -13,6 +13,24 @@ def relative(got, want):
     return float(abs(got - want).max(initial=0) / max(abs(want).max(initial=0), 1e-30))
 
 
+def jax_gpus():
+    import jax
+
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+def needs_jax_gpu():
+    """The marks of a module of JAX tests on a GPU."""
+    import pytest
+    from waybill._library import has_cuda
+
+    return [pytest.mark.skipif(not has_cuda(), reason="libwaybill.so was built without CUDA"),
+            pytest.mark.skipif(not jax_gpus(), reason="JAX finds no CUDA device (a GPU and jax[cuda13] are needed)")]  # fmt: skip
+
+
 def reference(framework):
     """The module tests/FRAMEWORK/reference.py: the block in plain float32."""
     import importlib.util

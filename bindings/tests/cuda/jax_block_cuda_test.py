@@ -6,23 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 from conftest import reference as load_reference
-from conftest import relative
+from conftest import jax_gpus, needs_jax_gpu, relative
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 wbj = pytest.importorskip("waybill.jax")
-from waybill._library import has_cuda  # noqa: E402
 
-
-def gpus():
-    try:
-        return jax.devices("cuda")
-    except RuntimeError:
-        return []
-
-
-pytestmark = [pytest.mark.skipif(not has_cuda(), reason="libwaybill.so was built without CUDA"),
-              pytest.mark.skipif(not gpus(), reason="JAX finds no CUDA device (a GPU and jax[cuda13] are needed)")]  # fmt: skip
+pytestmark = needs_jax_gpu()
 plain = load_reference("jax")
 LOSSES = {"aux_coefficient": 0.05, "z_coefficient": 0.01}
 CONFIG = wbj.MoeConfig(H=64, F=48, router=wbj.RouterConfig(E=8, K=2, **LOSSES), recipe="bf16")
@@ -38,7 +28,7 @@ CONFIGS = {
 
 
 def normal(seed, *shape, dtype=jnp.bfloat16):
-    return jax.device_put(jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype), gpus()[0])
+    return jax.device_put(jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype), jax_gpus()[0])
 
 
 def params_of(config, dtype=jnp.bfloat16):
@@ -46,7 +36,7 @@ def params_of(config, dtype=jnp.bfloat16):
     params = {name: value.astype(jnp.bfloat16).astype(dtype) for name, value in wbj.init_params(jax.random.key(1), config).items()}
     if "router_bias" in params:
         params["router_bias"] = 0.1 * normal(5, config.router.E, dtype=jnp.float32)
-    return jax.device_put(params, gpus()[0])
+    return jax.device_put(params, jax_gpus()[0])
 
 
 def objective(block, d_out):

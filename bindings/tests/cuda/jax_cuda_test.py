@@ -3,23 +3,14 @@
 
 import numpy as np
 import pytest
-from conftest import relative
+from conftest import jax_gpus, needs_jax_gpu, relative
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 wbj = pytest.importorskip("waybill.jax")
 from waybill._library import has_cuda  # noqa: E402
 
-
-def gpus():
-    try:
-        return jax.devices("cuda")
-    except RuntimeError:
-        return []
-
-
-pytestmark = [pytest.mark.skipif(not has_cuda(), reason="libwaybill.so was built without CUDA"),
-              pytest.mark.skipif(not gpus(), reason="JAX finds no CUDA device (a GPU and jax[cuda13] are needed)")]  # fmt: skip
+pytestmark = needs_jax_gpu()
 
 
 def on(device, tree):
@@ -29,7 +20,7 @@ def on(device, tree):
 def both(function, *operands, repeats=3):
     """function's results on the CPU and on the GPU; there `repeats` runs with equal bits."""
     want = jax.jit(function)(*on(jax.devices("cpu")[0], operands))
-    compiled, given = jax.jit(function), on(gpus()[0], operands)
+    compiled, given = jax.jit(function), on(jax_gpus()[0], operands)
     runs = [jax.tree.map(np.asarray, compiled(*given)) for _ in range(repeats)]
     for other in runs[1:]:
         for a, b in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(other), strict=True):
@@ -89,16 +80,16 @@ def test_grouped_matmul_and_its_gradients(dtype, bound, sizes, layout):
 
 def test_ragged_dot_is_jaxs_on_the_gpu():
     a, w, sizes = normal(3, 256, 64, dtype=jnp.bfloat16), normal(4, 4, 64, 128, dtype=jnp.bfloat16), jnp.array([100, 0, 56, 90], jnp.int32)
-    a, w, sizes = on(gpus()[0], (a, w, sizes))
+    a, w, sizes = on(jax_gpus()[0], (a, w, sizes))
     got = jax.jit(lambda *o: wbj.ragged_dot(*o, preferred_element_type=jnp.float32))(a, w, sizes)
     want = jax.jit(lambda a, w, sizes: jax.lax.ragged_dot(a.astype(jnp.float32), w.astype(jnp.float32), sizes, precision="highest"))(a, w, sizes)
     assert relative(np.asarray(got, np.float64), np.asarray(want, np.float64)) < 1e-5
 
 
 def test_sizes_that_cannot_be_touch_nothing_outside():
-    a, w = on(gpus()[0], (normal(1, 32, 64, dtype=jnp.bfloat16), normal(2, 3, 64, 64, dtype=jnp.bfloat16)))
+    a, w = on(jax_gpus()[0], (normal(1, 32, 64, dtype=jnp.bfloat16), normal(2, 3, 64, 64, dtype=jnp.bfloat16)))
     for sizes, same_as in (([20, 1000, 5], [20, 12, 0]), ([-7, 10, 2], [0, 10, 2])):
-        got, want = (np.asarray(wbj.grouped_matmul(a, w, on(gpus()[0], jnp.array(s, jnp.int32))), np.float32) for s in (sizes, same_as))
+        got, want = (np.asarray(wbj.grouped_matmul(a, w, on(jax_gpus()[0], jnp.array(s, jnp.int32))), np.float32) for s in (sizes, same_as))
         assert (got == want).all()
 
 
@@ -118,10 +109,10 @@ def test_a_chain_of_ops_runs_many_times_with_other_data():
         return jnp.square(out).mean() + routes.losses.sum()
 
     step = jax.jit(jax.value_and_grad(loss))
-    given = on(gpus()[0], parameters)
+    given = on(jax_gpus()[0], parameters)
     for seed in range(6):
         x = normal(100 + seed, T, H)
-        got, want = step(given, on(gpus()[0], x)), step(on(jax.devices("cpu")[0], parameters), on(jax.devices("cpu")[0], x))
+        got, want = step(given, on(jax_gpus()[0], x)), step(on(jax.devices("cpu")[0], parameters), on(jax.devices("cpu")[0], x))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 3e-2
 
@@ -137,7 +128,7 @@ def test_mx_codes_are_those_of_the_cpu(element):
 def test_a_library_without_cuda_says_so(monkeypatch):
     monkeypatch.setattr(wbj._ffi, "has_cuda", lambda: False)
     with pytest.raises(NotImplementedError, match="logits is on gpu; this build of Waybill computes on the CPU only"):
-        wbj.router(on(gpus()[0], jnp.zeros((2, 4))), wbj.RouterConfig(E=4, K=1))
+        wbj.router(on(jax_gpus()[0], jnp.zeros((2, 4))), wbj.RouterConfig(E=4, K=1))
 
 
 @pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
@@ -162,7 +153,7 @@ def test_dispatch_and_combine_are_those_of_the_cpu(dtype, bound, alignment, fact
 
     given = jnp.asarray(ids), normal(1, T, H, dtype=dtype), normal(2, T, K), normal(3, T, H)
     want = jax.tree.map(np.asarray, on_platform("cpu")(*on(jax.devices("cpu")[0], given)))
-    compiled, operands = on_platform("cuda"), on(gpus()[0], given)
+    compiled, operands = on_platform("cuda"), on(jax_gpus()[0], given)
     runs = [jax.tree.map(np.asarray, compiled(*operands)) for _ in range(3)]
     for other in runs[1:]:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(other), strict=True))
@@ -174,7 +165,7 @@ def test_dispatch_and_combine_are_those_of_the_cpu(dtype, bound, alignment, fact
 
 
 def test_ops_without_a_cuda_form_refuse_with_their_name():
-    x, ids, weights = on(gpus()[0], (jnp.zeros((2, 8)), jnp.zeros((2, 1), jnp.int16), jnp.ones((2, 1))))
+    x, ids, weights = on(jax_gpus()[0], (jnp.zeros((2, 8)), jnp.zeros((2, 1), jnp.int16), jnp.ones((2, 1))))
     with pytest.raises(NotImplementedError, match="x is on gpu; this op computes on the CPU only"):
         wbj.dispatch_start(x, ids, weights, E=2)
     with pytest.raises(jax.errors.JaxRuntimeError, match="this op computes on the CPU only"):
