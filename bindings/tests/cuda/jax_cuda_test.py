@@ -8,7 +8,6 @@ from conftest import jax_gpus, needs_jax_gpu, relative
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 wbj = pytest.importorskip("waybill.jax")
-from waybill._library import has_cuda  # noqa: E402
 
 pytestmark = needs_jax_gpu()
 
