@@ -31,8 +31,11 @@ double mixer_bytes(const ArchitectureConfig& c, bool is_delta_net, double T, dou
 // Of one MoE layer and one micro-batch of T tokens.
 struct LayerLoad {
   double T, slots, rows;
+  // No budget is above the worst case: every token of every rank, with as many routes as a rank has experts (receive_budget() in exchange.cc).
   LayerLoad(const LayerShape& layer, const MemoryPlan& plan)
-      : T(real(plan.tokens_per_rank)), slots(T * real(layer.K) * plan.receive_factor), rows(std::min(slots, T * layer.P)) {}
+      : T(real(plan.tokens_per_rank)),
+        slots(std::min(T * real(layer.K) * plan.receive_factor, T * layer.P * real(std::min<std::int64_t>(layer.K, layer.E / layer.P)))),
+        rows(std::min(slots, T * layer.P)) {}
 };
 
 // Kept by an MoE feed-forward (MoeStep in waybill/moe.h): routes and plans, logits, shared expert, latent output, rows and inner values.

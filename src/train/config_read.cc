@@ -198,7 +198,7 @@ RunConfig load_run_config(const std::string& path, std::span<const std::string> 
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (std::filesystem::is_directory(status)) {
-    WB_FAIL(ErrorCode::kIo, "config {} is a folder; give a TOML file, or --resume {} to continue the run in it", path, path);
+    WB_FAIL(ErrorCode::kIo, "config {} is a folder; give a TOML file", path);
   }
   if (status.type() == std::filesystem::file_type::not_found) WB_FAIL(ErrorCode::kIo, "config file {} does not exist", path);
   if (!std::filesystem::is_regular_file(status))

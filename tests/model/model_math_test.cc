@@ -191,6 +191,13 @@ TEST(ModelMath, MemoryPerRankSpreadsExpertsOnly) {
   EXPECT_LT(memory_per_rank(again, plan).activations, m.activations);
   plan.tokens_per_rank *= 2;
   EXPECT_DOUBLE_EQ(memory_per_rank(c, plan).activations, 2 * m.activations);
+  // A rank of 16 experts can get at most 8 routes of every token of all ranks: P times balanced load. More budget than that is never made.
+  plan.receive_factor = 8;
+  const MemoryEstimate worst = memory_per_rank(c, plan);
+  plan.receive_factor = 1e6;
+  EXPECT_DOUBLE_EQ(memory_per_rank(c, plan).activations, worst.activations);
+  EXPECT_DOUBLE_EQ(memory_per_rank(c, plan).receive_window, worst.receive_window);
+  EXPECT_GT(worst.activations, 2 * m.activations);
 }
 
 // A model of unequal layers needs the sum of what models of one of its layers need beside the tables, and the window of its widest.

@@ -53,7 +53,8 @@ TEST_F(CliTest, ARunNameCannotLeadElsewhere) {
 
 TEST_F(CliTest, FoldersAndUnreadableFilesAreNamed) {
   fs::create_directory(folder_ / "d");
-  expect_refused(kWaybill + " train " + (folder_ / "d"), "config " + (folder_ / "d") + " is a folder; give a TOML file");
+  expect_refused(kWaybill + " train " + (folder_ / "d"), "config " + (folder_ / "d") + " is a folder; give a TOML file, or --resume " + (folder_ / "d"));
+  expect_refused(kWaybill + " inspect memory " + (folder_ / "d"), "config " + (folder_ / "d") + " is a folder; give a TOML file\n");
   expect_refused(kWaybill + " train /dev/null", "config /dev/null is not a file that can be read");
   expect_refused(kWaybill + " bench gemm --json " + (folder_ / "d"), "--json " + (folder_ / "d") + " cannot be written: it is a folder");
   expect_refused(kWaybill + " bench gemm --json " + (folder_ / "none/a.json"), "none is not a folder");

@@ -111,7 +111,11 @@ void run_train(const TrainArguments& arguments, Fabric* start) {
   WB_CHECK(!resume || arguments.run_dir.empty() || arguments.run_dir == arguments.resume, "train: --resume {} and --run-dir {} name two folders",
            arguments.resume, arguments.run_dir);
   RunConfig config;
-  const auto load = [&] { config = load_run_config(arguments.config.empty() ? arguments.resume + "/config.toml" : arguments.config, arguments.overrides); };
+  const auto load = [&] {
+    if (std::filesystem::is_directory(arguments.config))
+      WB_FAIL(ErrorCode::kIo, "config {} is a folder; give a TOML file, or --resume {} to continue the run in it", arguments.config, arguments.config);
+    config = load_run_config(arguments.config.empty() ? arguments.resume + "/config.toml" : arguments.config, arguments.overrides);
+  };
   if (start != nullptr)
     run_together(*start, "train.config", load);
   else
