@@ -25,6 +25,19 @@ import loads
 SHAPE = (32, 1024, 4096, 7168)  # groups, rows a group, N, C
 
 
+def need_gpu(framework, parser):
+    if framework == "torch":
+        import torch
+
+        found, version = torch.cuda.is_available(), torch.__version__
+    else:
+        import jax
+
+        found, version = any(device.platform == "gpu" for device in jax.devices()), jax.__version__
+    if not found:
+        parser.error(f"{framework} {version} finds no CUDA device (a GPU, its driver and a build of {framework} with CUDA are needed)")
+
+
 def median_us(samples):
     return 1e6 * statistics.median(samples)
 
@@ -153,7 +166,7 @@ def block_library(config, rows, params):
     return {f"C: block {name}": {"call": clock(call, wait=wait)} for name, call in (("forward", forward), ("forward + backward", both))}
 
 
-def jax_host():
+def jax_host(only=""):
     import jax
     import jax.numpy as jnp
     import waybill.jax as wbj
@@ -179,7 +192,8 @@ def jax_host():
             a = dot(a, w, sizes)
         return a
 
-    result = block_library(block, rows, params)
+    ops = {name: op for name, op in ops.items() if only in name}
+    result = block_library(block, rows, params) if any("block" in name for name in ops) else {}
     for name, us in result.items():
         print(f"| {name} | {us['call']:.1f} | - | - | - | - |", flush=True)
     for name, (op, operands) in ops.items():
@@ -291,17 +305,18 @@ def main():
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))), default=SHAPE)
     parser.add_argument("--load", default="even", choices=["even", *loads.WORKLOADS])
     parser.add_argument("--json")
-    parser.add_argument("--only", default="", help="rates of the calls with this in their name")
+    parser.add_argument("--only", default="", help="rates and, in JAX, host times of the calls with this in their name")
     parser.add_argument("--rate-only", action="store_true")
     parser.add_argument("--host-only", action="store_true")
     args = parser.parse_args()
+    need_gpu(args.framework, parser)
     record = {"framework": args.framework, "shape": args.shape, "load": args.load}
     if not args.host_only:
         print("{}x{} N{} C{} {} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape, args.load))
         record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load), args.only)
     if not args.rate_only:
         print("host time, us: | op | call | empty | added | call finished | empty finished |" if args.framework == "jax" else "host time, us: | op | call |")
-        record["host_us"] = {"jax": jax_host, "torch": torch_host}[args.framework]()
+        record["host_us"] = jax_host(args.only) if args.framework == "jax" else torch_host()
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

@@ -3,7 +3,7 @@
 """Times the MoE block in JAX: waybill.jax beside ways to write it in JAX, forward and forward + backward, jitted, and the host time of each op.
 
   python3 bench/peers/jax_moe.py [--shape small|demo] [--platform cpu|cuda] [--devices N] [--seconds S] [--json FILE] [--host-only]
-      [--load W0]
+      [--load W0] [--only TEXT]
 
 Stacks, same weights and routes: "waybill moe_block"; "waybill ops" (router, permute or dispatch, ragged_dot, combine); "ragged_dot" (rows sorted by expert, XLA's
 default lowering of jax.lax.ragged_dot); "dense loop" (every expert on every token, times its weight). With --devices N > 1 the tokens and experts
@@ -13,6 +13,8 @@ Each is checked against the dense loop, values and gradients, before anything is
 
 --platform cuda: bfloat16, logits in float32 in every stack, checked against the dense loop in float32; "waybill ops" sorts by JAX and multiplies by
 grouped_matmul. A time ends when the device has finished.
+
+--only TEXT: the stacks with TEXT in their name, and the ratio to the first of them; each is checked all the same.
 
 --load W0 to W9: logits whose largest are the load's ids (the gate is a unit matrix, x starts with the logits; loads.py), on one device.
 
@@ -35,6 +37,7 @@ from jax.sharding import PartitionSpec as P
 
 import loads
 
+START = time.perf_counter()
 SHAPES = {"small": (1024, 256, 32, 4, 256), "demo": (1024, 128, 16, 2, 128), "mixtral-8th": (512, 512, 8, 2, 1792),
           "qwen3-30b": (8192, 2048, 128, 8, 768)}  # T, H, E, K, F  # fmt: skip
 
@@ -120,7 +123,16 @@ def waybill_stacks(config, axis_name):
     return {"waybill moe_block": block, "waybill ops": sorted_ops if config.recipe == "bf16" else ops}
 
 
-def stacks_of(shape, devices, load=None):
+def report(what):
+    print(f"jax_moe: {what}, {time.perf_counter() - START:.1f} s after the start", file=sys.stderr, flush=True)
+
+
+@jax.jit
+def largest_error(got, wanted):
+    return jnp.abs(got.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max()
+
+
+def stacks_of(shape, devices, load=None, only=""):
     import waybill.jax as wbj
 
     T, H, E, K, inner = SHAPES[shape]
@@ -148,15 +160,22 @@ def stacks_of(shape, devices, load=None):
     def both(block):
         return jax.jit(lambda x, params: jax.value_and_grad(lambda x, params: (block(x, params) * d_out).sum(), argnums=(0, 1))(x, params))
 
+    report("computing the reference")
     with jax.default_matmul_precision("highest"):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, params))
-        want = jax.tree.map(np.asarray, (both(functools.partial(dense_loop, K=K))(*wide)[1], jax.jit(functools.partial(dense_loop, K=K))(*wide)))
+        reference = functools.partial(dense_loop, K=K)
+        # Once and in float32: looking for its fastest kernels would take longer than it does.
+        options = {"xla_gpu_autotune_level": "0"} if on_gpu else None
+        compiled = [function.lower(*wide).compile(compiler_options=options) for function in (both(reference), jax.jit(reference))]
+        report("running the reference")
+        want = compiled[0](*wide)[1], compiled[1](*wide)
+        jax.block_until_ready(want)
     del wide
-    calls = {name: (jax.jit(block), both(block)) for name, block in blocks.items()}
+    calls = {name: (jax.jit(block), both(block)) for name, block in blocks.items() if only in name}
     for name, (forward, backward) in calls.items():
+        report(f"compiling and checking {name}")
         for got, wanted in zip(jax.tree.leaves((backward(x, params)[1], forward(x, params))), jax.tree.leaves(want), strict=True):
-            got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-            error = np.abs(got - wanted).max() / np.abs(wanted).max()
+            error = float(largest_error(got, wanted))
             if not error < (3e-2 if on_gpu else 5e-4):  # float32 sums in other orders
                 sys.exit(f"jax_moe: {name} differs from the dense loop by {error:.1e} of the largest value; nothing was timed")
     return calls, (x, params)
@@ -271,6 +290,7 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--host-only", action="store_true")
     parser.add_argument("--load", choices=loads.WORKLOADS)
+    parser.add_argument("--only", default="")
     args = parser.parse_args()
     if args.platform == "cuda" and (args.devices > 1 or args.host_only):
         parser.error("--platform cuda times one device; gpu_bindings.py has the host times there")
@@ -280,19 +300,23 @@ def main():
     if args.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", args.devices)
     on_gpu = args.platform == "cuda"
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--platform {args.platform}: JAX {jax.__version__} finds no such device ({str(error).splitlines()[0] if str(error) else 'no plugin for it'})")
     record = {"jax": jax.__version__, "machine": platform.processor() or platform.machine(), "devices": args.devices}
     if args.host_only:
         record["host_us"] = host_time()
         for name, values in record["host_us"].items():
             print("| {} | {call_us:.1f} | {empty_us:.1f} | {library_us:.1f} | {added_us:.1f} |".format(name, **values))
     else:
-        calls, operands = stacks_of(args.shape, args.devices, args.load)
+        calls, operands = stacks_of(args.shape, args.devices, args.load, args.only)
         record["load"] = args.load or "natural"
         record["shape"] = dict(zip("THEKF", SHAPES[args.shape]))
         record["forward"] = summary(take_turns({name: functools.partial(forward, *operands) for name, (forward, _) in calls.items()}, args.seconds / 3))
         record["forward_backward"] = summary(take_turns({name: functools.partial(both, *operands) for name, (_, both) in calls.items()}, args.seconds))
         print(f"{args.shape} {record['shape']} a device, {args.devices} {args.platform} device(s), load {record['load']}, {'bfloat16' if on_gpu else 'float32'}; ms, equal results were checked first")
-        ours = record["forward_backward"]["waybill moe_block"]["median_ms"]
+        ours = record["forward_backward"][next(iter(calls))]["median_ms"]
         for name in calls:
             both = record["forward_backward"][name]
             print(f"| {name} | {record['forward'][name]['median_ms']:.2f} | {both['median_ms']:.2f} | {both['p90_ms']:.2f} | {both['median_ms'] / ours:.2f} |")

@@ -247,10 +247,8 @@ def host_time(device):
         return call
 
     if on_gpu:
-        from waybill.torch import _device
-
-        layer = _device._layer(next(iter(block._cuda_layers.values())))
-        layer._forward, layer._backward = timed("forward", layer._forward), timed("backward", layer._backward)
+        plain = block._cuda_calls[x.shape]
+        plain._forward, plain._backward = timed("forward", plain._forward), timed("backward", plain._backward)
     else:
         structs.forward, structs.backward = timed("forward", structs.forward), timed("backward", structs.backward)
     measure()
@@ -274,6 +272,8 @@ def main():
     torch.set_num_threads(args.threads)
     record = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "threads": args.threads}
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
     record["host_us"] = host_time(device)
     print("host time of forward + backward: {waybill:.1f} us; a node that does nothing {nothing:.1f} us, inside the library {library:.1f} us, the rest {added:.1f} us"
           .format(**record["host_us"]))  # fmt: skip

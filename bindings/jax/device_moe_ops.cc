@@ -9,7 +9,7 @@ namespace {
 using Any = ffi::AnyBuffer;
 using AnyResult = ffi::Result<ffi::AnyBuffer>;
 
-constexpr std::int64_t kNumParameters = 10;  // in this order, those that `given` names by bit; the next bit: a padding mask follows
+constexpr std::int64_t kNumParameters = 10;  // in this order, those that `given` names by bit; the next bits: a padding mask, a seed u32 [2] follow
 constexpr std::int64_t kRouterBias = 1;
 
 wb_tensor* field(wb_moe_tensors& tensors, std::int64_t index) {
@@ -40,6 +40,8 @@ struct Call {
       if ((given >> i & 1) != 0) *field(parameters, i) = to_tensor(*rest.get<Any>(num_read++), at);
     }
     if ((given >> kNumParameters & 1) != 0) options.padding_mask = to_tensor(*rest.get<Any>(num_read++), at);
+    // Low word first, as the device reads a u64; XLA aligns its arrays.
+    if ((given >> (kNumParameters + 1) & 1) != 0) options.rounding_seed_device = data_of<std::uint64_t>(*rest.get<Any>(num_read++));
     return ffi::Error::Success();
   }
 };
@@ -57,7 +59,7 @@ ffi::Error forward(void* stream, std::int32_t device, Any x, ffi::RemainingArgs 
   return to_error(wb_device_moe_forward(call.layer, &call.parameters, &call.x, &call.options, &to, call.at.stream()));
 }
 
-// rest: parameters, mask, saved, d_out, loss weights [3] or [0]. Results: dx, then a gradient for each given parameter but the router bias.
+// rest: parameters, mask, seed, saved, d_out, loss weights [3], [6] or [0]. Results: dx, then a gradient for each given parameter but the router bias.
 ffi::Error backward(void* stream, std::int32_t device, Any x, ffi::RemainingArgs rest, ffi::RemainingRets results, std::int64_t given, std::int64_t P,
                     Bytes bytes) {
   Call call;

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import math
 import random
+import shutil
 import subprocess
 import sys
 import unittest
@@ -368,15 +369,27 @@ class DeviceMoe(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "multiples of 8, got H = 60"):
             _device.saved_bytes(dataclasses.replace(self.CONFIG, H=60).struct(), 1)
 
-    def test_what_the_bindings_do_not_pass_on_is_refused_by_name(self):
+    def test_the_most_tokens_are_those_of_the_call_where_the_config_names_none(self):
         from waybill import _device
 
-        with self.assertRaisesRegex(NotImplementedError, "biases of experts"):
-            _device.settings(dataclasses.replace(self.CONFIG, expert_bias=True), 4)
-        both = dataclasses.replace(self.CONFIG, router=waybill.RouterConfig(E=8, K=2, aux_coefficient=0.1), global_coefficient=0.1)
-        with self.assertRaisesRegex(NotImplementedError, "the aux and the global loss together"):
-            _device.settings(both, 4)
         self.assertEqual(_device.settings(dataclasses.replace(self.CONFIG, T_max=0), 4).T_max, 4)
+        self.assertEqual(_device.settings(self.CONFIG, 4).T_max, 32)
+
+    def test_each_weight_of_a_backward_has_its_loss(self):
+        from waybill import _device
+
+        aux = dataclasses.replace(self.CONFIG, router=waybill.RouterConfig(E=8, K=2, aux_coefficient=0.1))
+        self.assertEqual(_device.loss_indices(aux), (0, 1, 3))
+        self.assertEqual(_device.loss_indices(dataclasses.replace(self.CONFIG, global_coefficient=0.1)), (2, 1, 3))
+        self.assertEqual(_device.loss_indices(dataclasses.replace(aux, global_coefficient=0.1))[:4], (0, 1, 3, 2))
+
+    @unittest.skipUnless(_library.has_cuda(), "libwaybill.so was built without CUDA")
+    @unittest.skipIf(shutil.which("nvidia-smi"), "this machine may have a GPU")
+    def test_a_missing_gpu_is_named(self):
+        from waybill import _device
+
+        with self.assertRaisesRegex(NotImplementedError, "this machine has no NVIDIA driver|no GPU can be used"):
+            _device.Layer(self.CONFIG.struct(), 0)
 
     @unittest.skipIf(_library.has_cuda(), "libwaybill.so was built with CUDA")
     def test_a_library_without_cuda_says_so(self):

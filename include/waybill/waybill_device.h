@@ -43,14 +43,15 @@ typedef struct wb_device_moe_outputs {
   wb_tensor status;       /* [6] i32: valid, slot demand, slot capacity, rows, slots, flags */
   wb_tensor saved;        /* [wb_device_moe_saved_bytes] u8, aligned to 16 bytes */
 } wb_device_moe_outputs;
-/* x [T, H] and matmul weights bf16, router_bias f32, everything on the layer's device. options may be null: training, no padding; options.replay's ids are
-   device memory. Losses count P * T tokens unless options.loss_tokens says otherwise; weights of wb_device_moe_backward and of the caller correct for
+/* x [T, H] and matmul weights bf16, router_bias, b1, b2 f32, everything on the layer's device. options may be null: training, no padding; options.replay's ids
+   are device memory. Losses count P * T tokens unless options.loss_tokens says otherwise; weights of wb_device_moe_backward and of the caller correct for
    padding. Without `training` nothing is left for a backward. */
 WB_API wb_status wb_device_moe_forward(wb_device_moe* layer, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_moe_forward_options* options,
                                        const wb_device_moe_outputs* outputs, const wb_stream* stream) WB_NOEXCEPT;
-/* gradients: of matmul weights bf16 or f32, of the gate f32; all are written, not added to. d_out bf16, dx bf16 or f32 [T, H]. saved, x and options as in the
-   forward; `saved` is read only. loss_weights [3] f32 on the device: factors of the gradients of the auxiliary or global, the sequence and the z loss;
-   null = 1 each. */
+/* gradients: of matmul weights and the gate bf16 or f32, of b1, b2 f32; all are written, not added to. d_out bf16, dx bf16 or f32 [T, H]. saved, x and
+   options as in the forward; `saved` is read only. loss_weights [3] f32 on the device: factors of the gradients of the auxiliary or global, the sequence
+   and the z loss; null = 1 each. Where the config has the auxiliary and the global loss [6]: the fourth is the global loss's, the last two are read and not
+   used. */
 WB_API wb_status wb_device_moe_backward(wb_device_moe* layer, const wb_moe_tensors* parameters, const wb_moe_tensors* gradients, const wb_tensor* x,
                                         const wb_tensor* d_out, const wb_tensor* dx, const wb_moe_forward_options* options, const wb_tensor* saved,
                                         const float* loss_weights, const wb_stream* stream) WB_NOEXCEPT;

@@ -168,7 +168,8 @@ typedef struct wb_moe_forward_options {
   double loss_tokens, loss_sequences; /* what the losses are averaged over; 0 = this call's, all ranks */
   int32_t training;                   /* 0: nothing is saved, no loss is computed, no counter moves */
   int32_t reserved;
-  uint64_t rounding_seed; /* of the recipe's random numbers: one a layer, step and micro-batch, the same on every rank of ep */
+  uint64_t rounding_seed;               /* of the recipe's random numbers: one a layer, step and micro-batch, the same on every rank of ep */
+  const uint64_t* rounding_seed_device; /* wb_device_moe: null, or device memory that is read in its place when the kernels run */
 } wb_moe_forward_options;
 WB_API wb_status wb_moe_forward_options_init(wb_moe_forward_options* options, uint64_t struct_size) WB_NOEXCEPT;
 /* x, out [T, H] fp32. options may be null: training, no padding. Collective. */

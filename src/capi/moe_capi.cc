@@ -141,6 +141,7 @@ wb_status wb_moe_forward(wb_moe_layer* layer, const wb_moe_tensors* parameters, 
                          wb_moe_step* step) noexcept {
   return guarded([&] {
     const wb_moe_forward_options given = options == nullptr ? default_forward_options() : read_struct(options, "options", default_forward_options());
+    WB_CHECK(given.rounding_seed_device == nullptr, "options.rounding_seed_device is for layers on GPUs; set rounding_seed");
     MoeForwardOptions forward;
     forward.padding_mask = to_view(given.padding_mask, "options.padding_mask");
     forward.training = given.training != 0;

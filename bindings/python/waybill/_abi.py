@@ -110,7 +110,8 @@ class MoeTensors(c.Structure):
 
 class MoeForwardOptions(c.Structure):
     _fields_ = [("struct_size", u64), ("padding_mask", Tensor), ("replay", c.POINTER(Route)), ("token_offset", i64), ("loss_tokens", f64),
-                ("loss_sequences", f64), ("training", i32), ("reserved", i32), ("rounding_seed", u64)]  # fmt: skip
+                ("loss_sequences", f64), ("training", i32), ("reserved", i32), ("rounding_seed", u64),
+                ("rounding_seed_device", c.c_void_p)]  # fmt: skip
 
 
 class MoeStepInfo(c.Structure):

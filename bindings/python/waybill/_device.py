@@ -15,7 +15,6 @@ from . import _abi, _core
 from ._library import check, library
 from .config import MoeConfig
 
-LOSS_OF_WEIGHT = (0, 1, 3)  # which of the four losses (auxiliary, sequence, global, z) a loss weight belongs to; with a global loss 2 comes first
 
 
 class Peers(NamedTuple):
@@ -28,11 +27,7 @@ class Peers(NamedTuple):
 
 
 def settings(config: MoeConfig, T: int) -> _abi.MoeConfig:
-    """The C struct with T_max: the config's, or the T of this call. NotImplementedError: what the layer on GPUs has and the bindings do not pass on."""
-    if config.expert_bias:
-        raise NotImplementedError("biases of experts are not passed on to the layer on GPUs")
-    if config.router.aux_coefficient and config.global_coefficient:
-        raise NotImplementedError("the aux and the global loss together are not passed on to the layer on GPUs")
+    """The C struct with T_max: the config's, or the T of this call."""
     struct = config.struct()
     if not struct.T_max:
         struct.T_max = max(T, 1)
@@ -51,9 +46,11 @@ def has_losses(config: MoeConfig) -> bool:
     return bool(router.aux_coefficient or router.sequence_coefficient or router.z_coefficient or config.global_coefficient)
 
 
-def loss_indices(config: MoeConfig) -> tuple[int, int, int]:
-    """Which of the four losses each of the three weights of a backward multiplies."""
-    return (2, 1, 3) if config.global_coefficient else LOSS_OF_WEIGHT
+def loss_indices(config: MoeConfig) -> tuple[int, ...]:
+    """Which of the four losses (auxiliary, sequence, global, z) each of the three or six weights of a backward multiplies."""
+    if config.global_coefficient and config.router.aux_coefficient:
+        return (0, 1, 3, 2, 2, 2)
+    return (2, 1, 3) if config.global_coefficient else (0, 1, 3)
 
 
 def check_environment() -> None:

@@ -23,6 +23,9 @@ CONFIGS = {
     "activation_again": dataclasses.replace(CONFIG, recompute="activation"),
     "all_again": dataclasses.replace(CONFIG, recompute="layer"),
     "every_expert": wbj.MoeConfig(H=64, F=48, router=wbj.RouterConfig(E=4, K=4), recipe="bf16"),
+    "expert_bias": dataclasses.replace(CONFIG, expert_bias=True),
+    "global_loss": dataclasses.replace(CONFIG, router=wbj.RouterConfig(E=8, K=2), global_coefficient=0.05),
+    "both_losses": dataclasses.replace(CONFIG, global_coefficient=0.03),
     "budget": dataclasses.replace(CONFIG, mode="captured", receive_factor=1.0),
 }
 
@@ -34,8 +37,10 @@ def normal(seed, *shape, dtype=jnp.bfloat16):
 def params_of(config, dtype=jnp.bfloat16):
     """Exact in bfloat16."""
     params = {name: value.astype(jnp.bfloat16).astype(dtype) for name, value in wbj.init_params(jax.random.key(1), config).items()}
-    if "router_bias" in params:
-        params["router_bias"] = 0.1 * normal(5, config.router.E, dtype=jnp.float32)
+    for seed, name in enumerate(("router_bias", "b1", "b2")):
+        if name in params:
+            given = jnp.float32 if name == "router_bias" else dtype
+            params[name] = (0.1 * normal(5 + seed, *params[name].shape, dtype=jnp.float32)).astype(jnp.bfloat16).astype(given)
     return jax.device_put(params, jax_gpus()[0])
 
 
@@ -112,6 +117,19 @@ def test_losses_counts_and_padding():
     assert_close(got, wanted)
 
 
+def test_each_loss_has_its_own_weight():
+    config, x = dataclasses.replace(CONFIG, global_coefficient=0.03), normal(2, 90, 64)
+    params = params_of(config, jnp.float32)
+
+    @jax.jit
+    def gradient(factors):
+        return jax.grad(lambda gate: (wbj.moe_block(x, {**params, "gate": gate}, config)[1].losses * factors).sum())(params["gate"])
+
+    one = [gradient(jnp.eye(4)[i]) for i in range(4)]
+    assert_close(one[2] / 0.03, one[0] / 0.05, 1e-2)
+    assert_close(gradient(jnp.array([2.0, 1.0, 3.0, 4.0])), 2 * one[0] + 3 * one[2] + 4 * one[3], 1e-2)
+
+
 def test_a_scan_over_layers_keeps_every_layer_apart():
     """Forwards of all layers run before the first backward: each must find what its own forward left."""
     layers = [params_of(CONFIG) for _ in range(4)]
@@ -185,8 +203,6 @@ def test_refusals_name_what_is_wrong():
     x, params = normal(2, 16, 64), params_of(CONFIG)
     with pytest.raises(NotImplementedError, match="the MoE layer on GPUs does not do recipes"):
         wbj.moe_block(x, params, dataclasses.replace(CONFIG, recipe="fp32"))
-    with pytest.raises(NotImplementedError, match="rounding_seed"):
-        wbj.moe_block(x, params, CONFIG, rounding_seed=3)
     on_cpu = jax.device_put((x, params), jax.devices("cpu")[0])
     with pytest.raises(jax.errors.JaxRuntimeError, match="traced for a GPU"):
         jax.block_until_ready(jax.jit(lambda x, params: wbj.moe_block(x, params, CONFIG, platform="cuda")[0])(*on_cpu))

@@ -22,6 +22,9 @@ CONFIGS = {
     "activation_again": dataclasses.replace(CONFIG, recompute="activation"),
     "all_again": dataclasses.replace(CONFIG, recompute="layer", shared_F=40),
     "every_expert": wbt.MoeConfig(H=64, F=48, router=wbt.RouterConfig(E=4, K=4), recipe="bf16"),
+    "expert_bias": dataclasses.replace(CONFIG, expert_bias=True),
+    "global_loss": dataclasses.replace(CONFIG, router=wbt.RouterConfig(E=8, K=2), global_coefficient=0.05),
+    "both_losses": dataclasses.replace(CONFIG, global_coefficient=0.03),
     "budget": dataclasses.replace(CONFIG, mode="captured", receive_factor=1.0),
 }  # fmt: skip
 
@@ -62,13 +65,15 @@ def theirs(x, p, config, bias=None, mask=None):
     logits = x @ p["gate.weight"].T
     ids, weights = plain.route(logits, router.K, score=router.score, bias=bias, scaling=router.scaling_factor)
     valid = torch.ones(len(x), dtype=torch.bool, device=x.device) if mask is None else ~mask
-    out = plain.experts(x, ids, weights * valid[:, None], p["experts.gate_up_proj"], p["experts.down_proj"])
+    out = plain.experts(x, ids, weights * valid[:, None], p["experts.gate_up_proj"], p["experts.down_proj"],
+                        p.get("experts.gate_up_proj_bias"), p.get("experts.down_proj_bias"))  # fmt: skip
     if config.shared_F:
         gated = torch.nn.functional.silu(x @ p["shared_experts.gate_proj.weight"].T) * (x @ p["shared_experts.up_proj.weight"].T)
         out = out + gated @ p["shared_experts.down_proj.weight"].T
     loss = x.new_zeros(())
-    if router.aux_coefficient and router.score == "softmax":
-        loss = loss + plain.aux_loss(logits[valid], ids[valid], router.aux_coefficient)
+    coefficient = router.aux_coefficient + config.global_coefficient  # one batch of one rank: the same loss twice
+    if coefficient and router.score == "softmax":
+        loss = loss + plain.aux_loss(logits[valid], ids[valid], coefficient)
     if router.z_coefficient:
         loss = loss + plain.z_loss(logits[valid], router.z_coefficient)
     return out, loss
@@ -175,6 +180,30 @@ def test_several_batches_are_in_flight_and_blocks_share_a_layer():
             assert equal([outs[b][i], *got], want[b][i])
 
 
+def test_each_loss_has_its_own_weight():
+    config = dataclasses.replace(CONFIG, global_coefficient=0.03, router=wbt.RouterConfig(E=8, K=2, **LOSSES))
+    block, x = make(config), rows(100, 64)
+
+    def gate_gradient(*factors):
+        block.zero_grad()
+        out, stats = block(x, return_stats=True)
+        (out.sum() * 0 + sum(factor * value for factor, value in zip(factors, (stats.aux_loss, stats.global_loss, stats.z_loss)))).backward()
+        return block.gate.weight.grad.float()
+
+    aux, both, z = gate_gradient(1, 0, 0), gate_gradient(0, 1, 0), gate_gradient(0, 0, 1)
+    assert relative(both / 0.03, aux / 0.05) < 1e-2 and aux.abs().max() > 0 and z.abs().max() > 0
+    assert relative(gate_gradient(2, 3, 4), 2 * aux + 3 * both + 4 * z) < 1e-2
+
+
+def test_float32_arrays_take_the_plain_path_too():
+    """With the bits of the custom op."""
+    for dtype, x_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        block, x, d_out = make(dataclasses.replace(CONFIG, expert_bias=True), dtype), rows(60, 64).to(x_dtype), rows(60, 64).to(x_dtype)
+        plain = [gradients(block, x, d_out) for _ in range(2)]
+        assert len(block._cuda_calls) == 1 and equal(*plain)
+        assert equal(gradients(torch.compile(block, backend="aot_eager", fullgraph=True), x, d_out), plain[0])
+
+
 def test_checkpointing_and_offload_keep_the_bits():
     block, x, d_out = make(CONFIG), rows(60, 64), rows(60, 64)
     want = gradients(block, x, d_out)
@@ -273,10 +302,8 @@ def test_refusals_name_what_is_wrong():
         make(CONFIG)(rows(16, 32))
     with pytest.raises(ValueError, match="x is float16"):
         make(CONFIG)(x.half())
-    with pytest.raises(NotImplementedError, match="biases of experts"):
-        wbt.MoE(dataclasses.replace(CONFIG, expert_bias=True), device="cuda")(x)
-    with pytest.raises(NotImplementedError, match="rounding_seed"):
-        make(CONFIG)(x, rounding_seed=3)
+    with pytest.raises(ValueError, match="rounding_seed has 2 values, one is needed"):
+        make(CONFIG)(x, rounding_seed=torch.tensor([3, 4]))
     fresh = make(dataclasses.replace(CONFIG, T_max=77))
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="allocates and cannot be captured"):
         fresh(x)

@@ -19,6 +19,8 @@ CONFIGS = {
     "shared": dataclasses.replace(CONFIG, shared_F=5),
     "sigmoid_bias": wbj.MoeConfig(H=8, F=6, router=wbj.RouterConfig(E=8, K=3, score="sigmoid", scaling_factor=2.5, z_coefficient=0.01), router_bias=True),
     "recompute": dataclasses.replace(CONFIG, recompute="layer"),
+    "expert_bias": dataclasses.replace(CONFIG, expert_bias=True),
+    "both_losses": dataclasses.replace(CONFIG, global_coefficient=0.03),
 }
 
 
@@ -28,8 +30,9 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 def params_of(config, dtype=jnp.float32):
     params = wbj.init_params(jax.random.key(1), config, dtype=dtype)
-    if "router_bias" in params:
-        params["router_bias"] = 0.1 * normal(5, config.router.E)
+    for seed, name in enumerate(("router_bias", "b1", "b2")):
+        if name in params:
+            params[name] = 0.1 * normal(5 + seed, *params[name].shape, dtype=params[name].dtype)
     return params
 
 

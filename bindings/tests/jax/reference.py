@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MoE block in plain JAX, fp32: every expert on every token, times its weight. Differentiated by JAX alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -27,11 +29,11 @@ def losses(logits, ids, config, counts=None, tokens=None):
     return aux, z
 
 
-def experts(x, ids, weights, w1, w2):
+def experts(x, ids, weights, w1, w2, b1=0.0, b2=0.0):
     E = w1.shape[0]
     dense = jnp.zeros((x.shape[0], E)).at[jnp.arange(x.shape[0])[:, None], ids].add(weights)
-    gate, up = jnp.split(jnp.einsum("th,enh->ten", x, w1), 2, axis=-1)
-    return jnp.einsum("tef,ehf,te->th", jax.nn.silu(gate) * up, w2, dense)
+    gate, up = jnp.split(jnp.einsum("th,enh->ten", x, w1) + b1, 2, axis=-1)
+    return jnp.einsum("tef,ehf,te->th", jax.nn.silu(gate) * up, w2, dense) + dense @ jnp.broadcast_to(b2, w2.shape[:2])
 
 
 def block(x, params, config):
@@ -40,8 +42,10 @@ def block(x, params, config):
     params = {name: value.astype(jnp.float32) for name, value in params.items()}
     logits = flat @ params["gate"].T
     ids, weights = router(logits, config.router, params.get("router_bias"))
-    out = experts(flat, ids, weights, params["w1"], params["w2"])
+    out = experts(flat, ids, weights, params["w1"], params["w2"], params.get("b1", 0.0), params.get("b2", 0.0))
     if config.shared_F:
         gate, up = jnp.split(flat @ params["shared_w1"].T, 2, axis=-1)
         out = out + (jax.nn.silu(gate) * up) @ params["shared_w2"].T
-    return out.astype(x.dtype).reshape(x.shape), sum(losses(logits, ids, config.router))
+    # One batch of one device: the global loss is the auxiliary one with another coefficient.
+    coefficients = dataclasses.replace(config.router, aux_coefficient=config.router.aux_coefficient + config.global_coefficient)
+    return out.astype(x.dtype).reshape(x.shape), sum(losses(logits, ids, coefficients))

@@ -13,13 +13,13 @@ def route(logits, K, *, renormalise=True, score="softmax", bias=None, scaling=1.
     return ids, weights * scaling
 
 
-def experts(x, ids, weights, w1, w2):
+def experts(x, ids, weights, w1, w2, b1=None, b2=None):
     out = torch.zeros_like(x)
     for e in range(w1.shape[0]):
         for k in range(ids.shape[1]):
             rows = torch.where(ids[:, k] == e)[0]
-            gate, up = (x[rows] @ w1[e].T).chunk(2, -1)
-            y = (torch.nn.functional.silu(gate) * up) @ w2[e].T
+            gate, up = (x[rows] @ w1[e].T + (0 if b1 is None else b1[e])).chunk(2, -1)
+            y = (torch.nn.functional.silu(gate) * up) @ w2[e].T + (0 if b2 is None else b2[e])
             out = out.index_add(0, rows, weights[rows, k, None] * y)
     return out
 

@@ -8,8 +8,10 @@
 #include "capi/cuda/process_memory.h"
 #include "capi/moe_convert.h"
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/device_buffer.h"
 #include "core/cuda/scratch_buffer.h"
 #include "moe/cuda/device_moe.h"
+#include "moe/cuda/round_rows.h"
 #include "moe/cuda/step_results.h"
 
 using namespace waybill;
@@ -21,7 +23,9 @@ struct wb_device_moe {
         memory(make_process_memory(device, group, cuda::DeviceMoeLayer::arena_bytes(config, group == nullptr ? 1 : group->size))),
         layer(config, memory->ranks(), device, [this](const std::string& name, std::size_t bytes) { return memory->window(name, bytes); }),
         step(layer.make_step()),
-        where{DeviceType::kCuda, device} {
+        where{DeviceType::kCuda, device},
+        saved_bytes(static_cast<std::int64_t>(cuda::DeviceMoeLayer::saved_bytes(config, memory->size()))),
+        gate_gradient(static_cast<std::size_t>(config.E * config.H) * sizeof(float), device) {
     memory->everybody_is_ready();
   }
   MoeConfig config;
@@ -29,6 +33,8 @@ struct wb_device_moe {
   cuda::DeviceMoeLayer layer;
   cuda::DeviceMoeStep step;
   Device where;
+  std::int64_t saved_bytes;
+  cuda::DeviceBuffer gate_gradient;  // f32 [E, H], before it is rounded
 };
 
 namespace {
@@ -60,7 +66,7 @@ struct ForwardOptions {
 
   ForwardOptions(const wb_moe_forward_options* from, const wb_device_moe& layer, std::int64_t T) {
     const wb_moe_forward_options given = from == nullptr ? default_forward_options() : read_struct(from, "options", default_forward_options());
-    options.rounding_seed = given.rounding_seed;
+    options.rounding_seed = given.rounding_seed, options.rounding_seed_device = given.rounding_seed_device;
     options.training = given.training != 0, options.token_offset = given.token_offset;
     options.loss_tokens = given.loss_tokens, options.loss_sequences = given.loss_sequences;
     options.valid_tokens = static_cast<double>(T) * layer.memory->size();
@@ -96,8 +102,7 @@ struct OutputViews {
     ids = checked(given.ids, route_id_dtype(c.E), {T, c.K}, at, "outputs.ids"), weights = checked(given.weights, DType::kF32, {T, c.K}, at, "outputs.weights");
     counts = checked(given.counts, DType::kI32, {c.E}, at, "outputs.counts"), losses = checked(given.losses, DType::kF32, {4}, at, "outputs.losses");
     status = checked(given.status, DType::kI32, {6}, at, "outputs.status");
-    const auto bytes = static_cast<std::int64_t>(cuda::DeviceMoeLayer::saved_bytes(c, layer.memory->size()));
-    saved = checked(given.saved, DType::kU8, {bytes}, at, "outputs.saved");
+    saved = checked(given.saved, DType::kU8, {layer.saved_bytes}, at, "outputs.saved");
   }
 };
 
@@ -156,16 +161,26 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
     wb_device_moe& own = required(handle, "layer");
     const TensorView inputs[] = {to_view(x, "x", Memory::kAny)}, d_outs[] = {to_view(d_out, "d_out", Memory::kAny)}, dxs[] = {to_view(dx, "dx", Memory::kAny)};
     const ForwardOptions given(options, own, tokens_of(inputs[0]));
-    const auto bytes = static_cast<std::int64_t>(cuda::DeviceMoeLayer::saved_bytes(own.config, own.memory->size()));
-    const TensorView from = checked(required(saved, "saved"), DType::kU8, {bytes}, own.where, "saved");
+    const TensorView from = checked(required(saved, "saved"), DType::kU8, {own.saved_bytes}, own.where, "saved");
     WB_CHECK(static_cast<bool>(from), "saved is not given (rank 0)");
-    const MoeTensors weights[] = {to_moe_tensors(parameters, "parameters", Memory::kAny)}, sums[] = {to_moe_tensors(gradients, "gradients", Memory::kAny)};
+    const MoeTensors weights[] = {to_moe_tensors(parameters, "parameters", Memory::kAny)};
+    MoeTensors sums[] = {to_moe_tensors(gradients, "gradients", Memory::kAny)};
+    const TensorView gate = sums[0].gate;
+    const bool rounds = gate && gate.dtype == DType::kBF16;
+    if (rounds) {
+      (void)checked(required(gradients, "gradients").gate, DType::kBF16, {own.config.E, own.config.H}, own.where, "gradient gate");
+      sums[0].gate = TensorView(own.gate_gradient.data(), DType::kF32, {own.config.E, own.config.H}, own.where);
+    }
     const cudaStream_t queue = native(stream, own.where);
     const cuda::RelaxedCapture relaxed;
     own.layer.restore(own.step, from.data, inputs[0], given.options, queue);
     cuda::DeviceMoeBackward backward;
     backward.loss_weights = loss_weights;
     own.layer.backward(weights, sums, inputs, d_outs, dxs, own.step, backward, queue);
+    if (!rounds) return;
+    const cuda::DeviceGuard guard(own.where.index);
+    cuda::launch_round_rows(own.gate_gradient.as<float>(), gate.data, gate.size(), true, queue);
+    cuda::check_launch("moe_round_rows");
   });
 }
 

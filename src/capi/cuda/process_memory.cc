@@ -1,11 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "capi/cuda/process_memory.h"
 
+#include <cuda_runtime_api.h>
+
 #include "capi/convert.h"
 #include "fabric/cuda_local/local_ranks.h"
 
 namespace waybill::capi {
 namespace {
+
+// Before the first CUDA call of a handle, whose text would say less.
+void check_gpu(std::int32_t device) {
+  int count = 0, driver = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && device < count) return;
+  (void)cudaGetLastError();
+  if (error == cudaSuccess) WB_FAIL(ErrorCode::kInvalidArgument, "device is {}, this process sees {} GPUs; check CUDA_VISIBLE_DEVICES", device, count);
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    WB_FAIL(ErrorCode::kUnsupported, "this machine has no NVIDIA driver (libcuda.so.1 was not found), which the operations on GPUs need; install it");
+  }
+  WB_FAIL(ErrorCode::kUnsupported,
+          "no GPU can be used: {} ({}); the driver supports CUDA {}.{}, this build has CUDA {}.{}; see nvidia-smi and CUDA_VISIBLE_DEVICES",
+          cudaGetErrorString(error), cudaGetErrorName(error), driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+}
 
 class OwnMemory final : public ProcessMemory {
  public:
@@ -27,11 +44,15 @@ wb_process_group checked_group(const wb_process_group* group, std::int32_t devic
   (void)to_device(WB_CUDA_DEVICE, device, "device", Memory::kAny);
   wb_process_group ranks{};
   ranks.size = 1;
-  if (group == nullptr) return ranks;
+  if (group == nullptr) {
+    check_gpu(device);
+    return ranks;
+  }
   ranks = read_struct(group, "group");
   WB_CHECK(ranks.size >= 1 && ranks.rank >= 0 && ranks.rank < ranks.size, "group: rank {} of {} is none", ranks.rank, ranks.size);
   WB_CHECK(ranks.device == device, "group.device is {}, device {}", ranks.device, device);
   (void)required(ranks.address, "group.address");
+  check_gpu(device);
   return ranks;
 }
 

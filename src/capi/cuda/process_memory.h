@@ -20,7 +20,7 @@ class ProcessMemory {
   virtual std::string first_error() const = 0;                                   // waits for the device
 };
 
-// The caller's group on `device`, checked; size 1 where none is given.
+// The caller's group on `device`, checked; size 1 where none is given. kUnsupported, with what is missing, where this machine has no such GPU.
 wb_process_group checked_group(const wb_process_group* group, std::int32_t device);
 
 // group: null = this process alone.

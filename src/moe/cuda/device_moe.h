@@ -87,7 +87,7 @@ struct DeviceMoeBackward {
   bool accumulate = false;  // add to f32 gradients instead of storing; bf16 ones are always stored
   float loss_scale = 1.0f;
   // Device memory, [3] f32: factors of the gradients of the auxiliary (or global), the sequence and the z loss, read when the kernels run; loss_scale
-  // must then be 1. Null: 1 each.
+  // must then be 1. Null: 1 each. With both the auxiliary and the global loss [6]: the second three belong to the global loss's call of the router.
   const float* loss_weights = nullptr;
   std::span<const TensorView> d_dense_maps = {};  // f32 [T, E] a rank, written; where the forward was given maps. d_gate gets nothing then
 };

@@ -172,8 +172,8 @@ void DeviceMoeLayer::Impl::route_gradients(const Backward& b, std::size_t i, con
   const float* d_weights = routes ? scratch_at<float>(i, scratch_parts.d_weights) : nullptr;
   const TensorView gradient(d_logits, DType::kF32, {b.saved.routes[i].T, config.E}, where);
   if (b.options.loss_weights != nullptr) {
-    router_backward_weighted(config.router, losses, inputs, route(b.saved, i), d_weights, loss_inputs(b.saved, i, global), b.options.loss_weights, gradient,
-                             on(b.stream));
+    const float* factors = b.options.loss_weights + (global && has_two_aux_losses(config) ? 3 : 0);
+    router_backward_weighted(config.router, losses, inputs, route(b.saved, i), d_weights, loss_inputs(b.saved, i, global), factors, gradient, on(b.stream));
   } else {
     router_backward(config.router, losses, inputs, route(b.saved, i), d_weights, loss_inputs(b.saved, i, global), b.options.loss_scale, gradient, on(b.stream));
   }

@@ -138,7 +138,7 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
     see it). A backward that finds nothing, or saved_steps=0, computes the forward again with the same routes. Under jax.checkpoint,
     policies.save_only_these_names(waybill.jax.ROUTES) keeps the routes [T, K] alone. vmap runs one call a batch element.
 
-    On a GPU (config.recipe "bf16", a library with CUDA) matmuls run in bfloat16 and what backward needs is an array of XLA's (checkpoint_name
+    On a GPU (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA) matmuls run in bfloat16 or the recipe's formats and what backward needs is an array of XLA's (checkpoint_name
     waybill.jax.SAVED; saved_steps has no meaning). Gradients come in the dtype of the parameter, those of float32 ones unrounded. axis_name: one process a
     GPU, the axis in the order of the processes. platform "cpu" or "cuda": needed where a program is traced for another backend than JAX's default.
     """
@@ -151,14 +151,14 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
         _ffi.check(padding_mask, "padding_mask", [jnp.bool_, jnp.uint8], x.shape[:-1], on_gpu=on_gpu)
         padding_mask = padding_mask.reshape(-1).astype(jnp.uint8)
     if on_gpu:
-        if not isinstance(rounding_seed, int) or rounding_seed != 0:
-            raise NotImplementedError("rounding_seed: recipes with random numbers are not done on GPUs")
+        # Only where the recipe draws, so that other programs have one operand less.
+        seed = jnp.stack([jnp.asarray(rounding_seed, jnp.uint32), jnp.zeros((), jnp.uint32)]) if config.recipe == "nvfp4" else None
         setup_gpu = _device_block.Setup(config, axis_name, P, training)
         given = dict(params)
         if "router_bias" in given:
             given["router_bias"] = given["router_bias"].astype(jnp.float32)
         given, rows = _ffi.varying((given, x.reshape(-1, config.H)), axis_name)
-        out, results = _device_block.block(rows, given, padding_mask, setup_gpu)
+        out, results = _device_block.block(rows, given, padding_mask, seed, setup_gpu)
         return out.reshape(x.shape), MoeOutput(*results)
     wide = {name: params[name].astype(jnp.float32) for name in params}
     setup = _Setup(config, axis_name, P, saved_steps, training)

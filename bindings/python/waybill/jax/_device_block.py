@@ -16,6 +16,7 @@ from .._library import check
 from ..config import MoeConfig
 from . import _ffi, _mesh
 
+_SINGLE = ("router_bias", "b1", "b2")  # those that the layer takes, and gives gradients of, in float32
 SAVED = "waybill_saved"  # checkpoint_name of what a forward leaves for its backward
 
 
@@ -75,13 +76,14 @@ def _ensure(setup: Setup, struct: _abi.MoeConfig) -> None:
     ensure("wbx_make_device_layer", struct, setup.axis_name, setup.P)
 
 
-def _given(params: dict[str, jax.Array], mask: jax.Array | None) -> int:
-    return sum(1 << index for index, name in enumerate(_abi.MOE_TENSORS) if name in params) | (0 if mask is None else 1 << len(_abi.MOE_TENSORS))
+def _given(params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array | None) -> int:
+    names = [*(name in params for name in _abi.MOE_TENSORS), mask is not None, seed is not None]
+    return sum(1 << index for index, given in enumerate(names) if given)
 
 
-def _operands(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None) -> list[jax.Array]:
-    narrow = [params[name] if name == "router_bias" else params[name].astype(jnp.bfloat16) for name in _abi.MOE_TENSORS if name in params]
-    return [x.astype(jnp.bfloat16), *narrow, *([] if mask is None else [mask])]
+def _operands(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array | None) -> list[jax.Array]:
+    narrow = [params[name].astype(jnp.float32 if name in _SINGLE else jnp.bfloat16) for name in _abi.MOE_TENSORS if name in params]
+    return [x.astype(jnp.bfloat16), *narrow, *(array for array in (mask, seed) if array is not None)]
 
 
 def _share(setup: Setup, mask: jax.Array | None) -> jax.Array | float:
@@ -95,49 +97,49 @@ def _share(setup: Setup, mask: jax.Array | None) -> jax.Array | float:
     return jnp.stack([one * one, jnp.ones_like(one), one * one, one])
 
 
-def _run(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, setup: Setup, training: bool) -> tuple[Any, jax.Array]:
+def _run(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array | None, setup: Setup, training: bool) -> tuple[Any, jax.Array]:
     (T, H), router = x.shape, setup.config.router
     struct, config = _settings(setup, T)
     saved = _device.saved_bytes(struct, setup.P)
     _ensure(setup, struct)
     results = (_ffi.shape((T, H), x.dtype), _ffi.shape((T, router.K), _ffi.id_dtype(router.E)), _ffi.shape((T, router.K)), _ffi.shape((router.E,), jnp.int32),
                _ffi.shape((4,)), _ffi.shape((6,), jnp.int32), _ffi.shape((saved if training else 0,), jnp.uint8))  # fmt: skip
-    out, *stats, kept = _ffi.call("device_moe_forward", results, *_operands(x, params, mask), given=_given(params, mask), P=setup.P, training=training,
-                                  config=config)  # fmt: skip
+    out, *stats, kept = _ffi.call("device_moe_forward", results, *_operands(x, params, mask, seed), given=_given(params, mask, seed), P=setup.P,
+                                  training=training, config=config)  # fmt: skip
     ids, weights, counts, losses, status = stats
     losses = losses * _share(setup, mask) if setup.training else jnp.zeros_like(losses)
     return (out, (jnp.sum(losses), losses, ids, weights, counts, status)), kept
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def block(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, setup: Setup) -> Any:
-    """x [T, H] float32 or bfloat16 -> out [T, H], (loss, losses, ids, weights, counts, status)."""
-    return _run(x, params, mask, setup, setup.training and _device.has_losses(setup.config))[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def block(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array | None, setup: Setup) -> Any:
+    """x [T, H] float32 or bfloat16, seed uint32 [2], low word first -> out [T, H], (loss, losses, ids, weights, counts, status)."""
+    return _run(x, params, mask, seed, setup, setup.training and _device.has_losses(setup.config))[0]
 
 
-def _forward(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, setup: Setup) -> tuple[Any, Any]:
-    results, kept = _run(x, params, mask, setup, True)
-    return results, (x, params, mask, checkpoint_name(kept, SAVED))
+def _forward(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array | None, setup: Setup) -> tuple[Any, Any]:
+    results, kept = _run(x, params, mask, seed, setup, True)
+    return results, (x, params, mask, seed, checkpoint_name(kept, SAVED))
 
 
 def _backward(setup: Setup, residuals: Any, cotangents: Any) -> Any:
-    x, params, mask, kept = residuals
+    x, params, mask, seed, kept = residuals
     d_out, (d_loss, d_losses, *_) = cotangents
     struct, config = _settings(setup, x.shape[0])
     _ensure(setup, struct)
     trained = [name for name in _abi.MOE_TENSORS if name in params and name != "router_bias"]
-    results = (_ffi.shape(x.shape, x.dtype), *(_ffi.shape(params[name].shape, jnp.float32 if name == "gate" else params[name].dtype) for name in trained))
+    results = (_ffi.shape(x.shape, x.dtype), *(_ffi.shape(params[name].shape, jnp.float32 if name in _SINGLE else params[name].dtype) for name in trained))
     if _device.has_losses(setup.config):
         factors = (d_loss + d_losses) * _share(setup, mask) if setup.training else jnp.zeros(4, jnp.float32)
         factors = factors[jnp.array(_device.loss_indices(setup.config))]
     else:
         factors = jnp.zeros(0, jnp.float32)
-    dx, *gradients = _ffi.call("device_moe_backward", results, *_operands(x, params, mask), kept, d_out.astype(jnp.bfloat16), factors,
-                               given=_given(params, mask), P=setup.P, config=config)  # fmt: skip
+    dx, *gradients = _ffi.call("device_moe_backward", results, *_operands(x, params, mask, seed), kept, d_out.astype(jnp.bfloat16), factors,
+                               given=_given(params, mask, seed), P=setup.P, config=config)  # fmt: skip
     spread = {name: gradient.astype(params[name].dtype) for name, gradient in zip(trained, gradients)}
     if "router_bias" in params:
         spread["router_bias"] = jnp.zeros_like(params["router_bias"])
-    return dx, spread, None
+    return dx, spread, None, None
 
 
 block.defvjp(_forward, _backward)

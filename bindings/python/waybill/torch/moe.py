@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import group
 from ..config import MoeConfig
 from ..group import Fabric
-from . import _block, _device, _eager, _views
+from . import _block, _device, _eager, _plain, _views
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class MoE(nn.Module):
     `loss_scale` (1.0; set it to the loss scale of mixed precision, divided by what the main loss is divided by). With return_stats=True it
     is not: add stats.loss to your loss. Collective over ep and world; ranks may bring different numbers of tokens, none included.
 
-    CUDA tensors (config.recipe "bf16", a library with CUDA): matmuls in bfloat16; the gradient of a parameter comes in its dtype, of a float32 one unrounded.
+    CUDA tensors (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA): matmuls in bfloat16 or the recipe's formats; the gradient of a parameter comes in its dtype, of a float32 one unrounded.
     Calls queue on the current stream and wait for nothing; they can be captured after one call of either direction. ep: one process a GPU (NVLink), all
     ranks with the same T; its group must also move CPU tensors, and world must be ep. The first call with more rows than any before allocates and is
     collective: set config.T_max where lengths differ.
@@ -134,6 +134,7 @@ class MoE(nn.Module):
         self.loss_scale = 1.0
         self._layer: _block.Layer | None = None
         self._cuda_layers: dict[tuple[int, int], int] = {}  # (T_max, device) -> number of the layer on that GPU
+        self._cuda_calls: dict[torch.Size, _plain.Calls] = {}  # by shape of x
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -148,7 +149,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self._ep is not None:
             raise TypeError("an MoE block of a group of ranks cannot be copied or pickled: its fabric belongs to this thread; save its state_dict()")
-        return {**self.__dict__, "_layer": None, "_cuda_layers": {}}
+        return {**self.__dict__, "_layer": None, "_cuda_layers": {}, "_cuda_calls": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         import copy
@@ -178,9 +179,14 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, *, rounding_seed: Tensor | int | None = None,
                 return_stats: bool = False) -> Any:  # fmt: skip
         """x [..., H] float32 or bfloat16; padding_mask [...] bool or uint8, True = padding (its routed part is 0). rounding_seed: for recipes
-        with random numbers, one a layer, step and micro-batch, the same on every rank; a tensor does not recompile. Returns out, or (out, MoEStats)."""
+        with random numbers, one a layer, step and micro-batch, the same on every rank; a tensor does not recompile, and on a GPU is read when the kernels run, so
+        that replays of a graph draw anew (give it on x's device). Returns out, or (out, MoEStats)."""
         tensors = self._tensors()
         if x.is_cuda:
+            if not return_stats and padding_mask is None and rounding_seed is None and not torch.compiler.is_compiling():
+                out = self._plain_cuda(x, tuple(tensors.values()))
+                if out is not None:
+                    return out
             return self._forward_cuda(x, tensors, padding_mask, rounding_seed, return_stats)
         if not return_stats and not torch.compiler.is_compiling() and self._layer is not None and x.dim() == 2 and x.shape[1] == self.config.H:
             out = self._eager(x, tensors, padding_mask, rounding_seed)
@@ -206,8 +212,11 @@ class MoE(nn.Module):
     def _forward_cuda(self, x: Tensor, tensors: dict[str, Tensor], padding_mask: Tensor | None, rounding_seed: Any, return_stats: bool) -> Any:
         config, names = self.config, tuple(tensors)
         _views.check(x, "x", _views.FLOATS, [None] * (x.dim() - 1) + [config.H], on_cuda=True)
+        seed = None
         if rounding_seed is not None:
-            raise NotImplementedError("rounding_seed: recipes with random numbers are not done on GPUs")
+            seed = torch.as_tensor(rounding_seed, dtype=torch.int64, device=x.device)
+            if seed.numel() != 1:
+                raise ValueError(f"rounding_seed has {seed.numel()} values, one is needed")
         for name, tensor in tensors.items():
             if tensor.device != x.device or tensor.dtype not in _views.FLOATS:
                 _views.check(tensor, name, _views.FLOATS, tensor.shape, like=x, on_cuda=True)
@@ -218,22 +227,34 @@ class MoE(nn.Module):
             number = self._create_cuda(T, device)
         given = tuple(tensors.values())
         save = torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in given))
-        if padding_mask is None and not return_stats and not torch.compiler.is_compiling() and _device.is_plain(rows):
-            layer = _device._layer(number)
-            out = _device.Block.apply(rows, layer, names, self.loss_scale if self.training else 0.0, *given) if save else _device.evaluate(rows, layer, names, given)
-            return out if x.dim() == 2 else out.view(x.shape)
+        if not torch.compiler.is_compiling() and type(x) is Tensor:  # for the calls after this one
+            if len(self._cuda_calls) >= 64:
+                self._cuda_calls.clear()
+            self._cuda_calls[x.shape] = _plain.Calls(_device._layer(number), names, given, x)
+            out = self._plain_cuda(x, given) if not return_stats and padding_mask is None and seed is None else None
+            if out is not None:
+                return out
         if padding_mask is not None:
             _views.check(padding_mask, "padding_mask", [torch.bool, torch.uint8], list(x.shape[:-1]), like=x, on_cuda=True)
             if self._ep is not None and self._ep.size > 1 and _device._layer(number).has_losses:
                 raise NotImplementedError("losses with a padding mask over several processes: the number of valid tokens is not summed over GPUs")
             padding_mask = padding_mask.reshape(-1).to(torch.uint8)
-        out, ids, weights, counts, losses, status, _ = torch.ops.waybill.moe_cuda(rows, list(given), padding_mask, ",".join(names), number, save)
+        out, ids, weights, counts, losses, status, _ = torch.ops.waybill.moe_cuda(rows, list(given), padding_mask, seed, ",".join(names), number, save)
         if return_stats:
             stats = torch.cat([losses.double(), status[:3].double(), status[4:5].double(), status[3:4].double(), status[5:].double()])
             return out.view(x.shape), MoEStats(losses.sum(), ids, weights, counts.long(), stats)
         if self.training and save:
             out = _AttachLoss.apply(out, losses.sum(), self.loss_scale)
         return out.view(x.shape)
+
+    def _plain_cuda(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Tensor | None:
+        """One autograd node and two calls of the library; None where the custom op must take the call."""
+        calls = self._cuda_calls.get(x.shape)
+        if calls is None or not calls.accept(x, tensors):
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or any([tensor.requires_grad for tensor in tensors])):
+            return _plain.Block.apply(x, calls, self.loss_scale if self.training else 0.0, *tensors)
+        return _plain.evaluate(x, calls, tensors)
 
     @torch.compiler.disable(recursive=True)
     def _create_cuda(self, T: int, device: int) -> int:
