@@ -108,7 +108,8 @@ plant own_rows permute.cu permute.cu 'Rows::kFromX ? entry / shape.D : row' 'Row
 plant arriving_wait permute.cu permute.cu 'if (num_pieces > 0 && !await_row(q, call, rank, rows, items.row(item), entry)) return;' '' "Ranks/ExchangeTwoGpus.RanksUp*" &
 plant node_place node_routes.cu node_routes.cu 'rows + place_of(' 'place_of(' 'Nodes/NodeExchangeCuda.*' &
 plant node_trim node_routes.cu node_routes.cu 'const int rows = min(max(received[m].rows, 0), args.T_max);' 'const int rows = args.T_max;' 'Nodes/NodeExchangeCuda.*' &
-plant node_sum node_rows.cu node_rows.cu 'is_first ? x[j] : sum[j] + x[j]' 'x[j]' 'Nodes/NodeExchangeCuda.*' &
+plant node_sum node_rows.cu node_rows.cu 'is_first ? x[j] : total[j] + x[j]' 'x[j]' 'Nodes/NodeExchangeCuda.*' &
+plant node_verdict node_verdict.cu node_verdict.cu 'if (other.valid == 0) merged.valid = merged.R = merged.S = 0;' '' 'Nodes/NodeExchangeCuda.An*' &
 plant weight unpermute_reduce.cu unpermute_reduce.cu 'args.weighted != 0 ? weight * x[n] : x[n]' 'x[n]' "$all" &
 plant order combine_pull.cu combine_pull.cu 'if (d + 1 < sources.num) add_piece<Wire>(odd, false, sum);' '' "$all" &
 plant values slot_values_return.cu slot_values_return.cu 'slot = next[warp][at] + __popc(before);' 'slot = next[warp][at];' "$all" &

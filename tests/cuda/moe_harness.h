@@ -6,6 +6,8 @@
 #include <thread>
 
 #include "core/cuda/graph.h"
+#include "cuda/device_tensor.h"
+#include "cuda/local_rails.h"
 #include "cuda/router_harness.h"
 #include "fabric/cuda_local/local_ranks.h"
 #include "moe/cuda/device_moe.h"
@@ -24,6 +26,7 @@ struct MoeGpuOptions {
   DType out_dtype = DType::kF32, gradient_dtype = DType::kF32;
   bool accumulate = false;
   DeviceMoeOptions layer{};
+  int nodes = 1;  // virtual ones, all on devices[0]: rails between them, a host thread each; no capture
   std::chrono::milliseconds timeout{5000};
   // Of every forward.
   std::uint64_t rounding_seed = 0;
@@ -63,55 +66,25 @@ inline MoeConfig gpu_config(std::int64_t E, std::int64_t K, std::int64_t T_max, 
   return c;
 }
 
-// A tensor on a GPU that is filled from and read as floats.
-struct DeviceTensor {
-  DeviceBuffer memory;
-  TensorView view;
-  DeviceTensor() = default;
-  DeviceTensor(DType dtype, std::initializer_list<std::int64_t> shape, int device) {
-    view = TensorView(nullptr, dtype, shape, Device{DeviceType::kCuda, device});
-    memory = DeviceBuffer(static_cast<std::size_t>(view.size()) * size_bytes(dtype) + 16, device);
-    view.data = memory.data();
-  }
-  void set(const std::vector<float>& values) const {
-    std::vector<bf16> rounded(values.begin(), values.end());
-    const void* from = view.dtype == DType::kF32 ? static_cast<const void*>(values.data()) : static_cast<const void*>(rounded.data());
-    WB_TRY_CUDA(cudaMemcpy(view.data, from, values.size() * size_bytes(view.dtype), cudaMemcpyHostToDevice));
-  }
-  std::vector<float> get() const { return get(view.shape[0]); }
-  std::vector<float> get(std::int64_t rows) const { return read(this->rows(rows)); }
-  static std::vector<float> read(const TensorView& view) {
-    const auto n = static_cast<std::size_t>(view.size());
-    std::vector<float> values(n);
-    if (view.dtype == DType::kF32) {
-      WB_TRY_CUDA(cudaMemcpy(values.data(), view.data, n * 4, cudaMemcpyDeviceToHost));
-      return values;
-    }
-    std::vector<bf16> raw(n);
-    WB_TRY_CUDA(cudaMemcpy(raw.data(), view.data, n * 2, cudaMemcpyDeviceToHost));
-    return std::vector<float>(raw.begin(), raw.end());
-  }
-  TensorView rows(std::int64_t count) const {
-    TensorView part = view;
-    part.shape[0] = count;
-    return part;
-  }
-};
-
 class GpuMoe {
  public:
   GpuMoe(const MoeConfig& config, int P, const mt::Weights<float>& weights, const MoeGpuOptions& options)
       : c_(config), P_(P), options_(options), whole_(weights) {
     register_moe_kernels();
-    group_ = std::make_unique<CudaLocalGroup>(P, options.devices, DeviceMoeLayer::arena_bytes(config, P, options.layer), options.timeout);
+    if (options.nodes > 1) {
+      make_nodes(weights);
+      return;
+    }
+    groups_.push_back(std::make_unique<CudaLocalGroup>(P, options.devices, DeviceMoeLayer::arena_bytes(config, P, options.layer), options.timeout));
+    CudaLocalGroup& group = *groups_[0];
     std::vector<std::uint64_t> booked;
     for (std::size_t d = 0; d < options.devices.size(); ++d) {
       std::size_t next = 0;  // the ranks of one process share the offsets: book once
       const auto book = [&](const std::string& name, std::size_t bytes) {
-        if (next == booked.size()) booked.push_back(group_->window(name, bytes));
+        if (next == booked.size()) booked.push_back(group.window(name, bytes));
         return booked[next++];
       };
-      parts_.push_back(std::make_unique<Part>(config, local_ranks(*group_, options.devices[d]), options.devices[d], book, options.layer));
+      parts_.push_back(std::make_unique<Part>(config, local_ranks(group, options.devices[d]), options.devices[d], book, options.layer));
       allocate(*parts_.back(), weights);
     }
   }
@@ -226,7 +199,11 @@ class GpuMoe {
   void clear_status() {
     for (auto& part : parts_) part->layer.clear_status(part->stream), part->stream.synchronize();
   }
-  std::string first_error() { return group_->first_error(); }
+  std::string first_error() {
+    std::string text;
+    for (auto& group : groups_) text += group->first_error();
+    return text;
+  }
   DeviceMoeLayer& layer(std::size_t device = 0) { return parts_[device]->layer; }
   const DeviceMoeStep& step_of(std::size_t device = 0) { return parts_[device]->step; }
   const CudaStream& stream(std::size_t device = 0) { return parts_[device]->stream; }
@@ -257,7 +234,7 @@ class GpuMoe {
   struct Part {
     Part(const MoeConfig& config, const LocalRanks& local, int on, const BookWindow& book, const DeviceMoeOptions& options)
         : device(on), stream(on), layer(config, local, on, book, options), step(layer.make_step()), ranks(static_cast<std::size_t>(local.count)) {}
-    int rank_of(std::size_t i) { return layer.exchange().rank(static_cast<int>(i)); }
+    int rank_of(std::size_t i) { return first_rank + layer.exchange().rank(static_cast<int>(i)); }
     int device;
     CudaStream stream;
     DeviceMoeLayer layer;
@@ -266,7 +243,29 @@ class GpuMoe {
     std::vector<MoeTensors> parameters, gradients;
     std::vector<TensorView> x, out, d_out, dx, masks, replays, maps, d_maps;
     std::int64_t first = 0;
+    int first_rank = 0;  // of its node
   };
+
+  // A group, a layer and a rail end a node. Few CTAs a kernel: those of several nodes wait on one GPU.
+  void make_nodes(const mt::Weights<float>& weights) {
+    const int device = options_.devices[0], per_node = P_ / options_.nodes;
+    if (c_.hierarchy == Hierarchy::kFlat) c_.hierarchy = Hierarchy::kAuto;
+    rails_ = std::make_unique<LocalRails>(options_.nodes, per_node, device);
+    for (int n = 0; n < options_.nodes; ++n) {
+      rail_ends_.push_back(std::make_unique<LocalRails::Node>(*rails_, n));
+      DeviceMoeOptions layer = options_.layer;
+      layer.nodes = options_.nodes, layer.rail = rail_ends_.back().get();
+      layer.exchange.dispatch_ctas = layer.exchange.combine_ctas = layer.exchange.value_ctas = 4;
+      layer.exchange.fused_plan = layer.exchange.fused_layout = false;
+      const std::vector<int> devices{device};
+      groups_.push_back(std::make_unique<CudaLocalGroup>(per_node, devices, DeviceMoeLayer::arena_bytes(c_, P_, layer), options_.timeout));
+      CudaLocalGroup& group = *groups_.back();
+      parts_.push_back(std::make_unique<Part>(
+          c_, local_ranks(group, device), device, [&](const std::string& name, std::size_t bytes) { return group.window(name, bytes); }, layer));
+      parts_.back()->first_rank = n * per_node;
+      allocate(*parts_.back(), weights);
+    }
+  }
 
   // One host thread a device: a kernel that waits for a peer must not keep the peer's launches from coming.
   template <class Body>
@@ -405,7 +404,9 @@ class GpuMoe {
   mt::Weights<float> whole_;
   mt::Batch batch_;
   std::vector<float> map_;
-  std::unique_ptr<CudaLocalGroup> group_;
+  std::vector<std::unique_ptr<CudaLocalGroup>> groups_;  // one a node
+  std::unique_ptr<LocalRails> rails_;
+  std::vector<std::unique_ptr<LocalRails::Node>> rail_ends_;
   std::vector<std::unique_ptr<Part>> parts_;
   std::vector<GraphExec> graphs_;
   bool has_run_ = false;

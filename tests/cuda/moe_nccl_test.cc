@@ -20,9 +20,12 @@ struct NcclMoe {
   NcclMoe(NcclWorld& world, const MoeConfig& config, const mt::Weights<float>& weights)
       : c(config),
         stream(world.device()),
-        layer(config, world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); }),
+        layer(
+            config, world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); },
+            node_options(world)),
         step(layer.make_step()) {
-    const int device = world.device(), P = world.size();
+    const int device = world.device();
+    P = world.size();
     const std::int64_t L = c.L(P), T = c.T_max;
     const mt::RankWeights local = mt::slice(c, P, world.rank(), weights);
     const auto add = [&](TensorView& weight, TensorView& gradient, std::initializer_list<std::int64_t> shape, const std::vector<float>& values) {
@@ -35,6 +38,11 @@ struct NcclMoe {
     for (DeviceTensor* t : {&x, &d_out, &out, &dx}) *t = DeviceTensor(t == &x || t == &d_out ? DType::kBF16 : DType::kF32, {T, c.H}, device);
     world.host_fabric().barrier("rank is there");  // before any kernel posts to a peer
   }
+  static DeviceMoeOptions node_options(NcclWorld& world) {
+    DeviceMoeOptions options;
+    options.nodes = world.num_nodes(), options.rail = &world.rail();
+    return options;
+  }
   void upload(const mt::Batch& batch, int rank) {
     const auto part = [&](const std::vector<float>& v) {
       const auto n = static_cast<std::ptrdiff_t>(c.T_max * c.H);
@@ -46,7 +54,7 @@ struct NcclMoe {
     const MoeTensors weights[] = {w}, gradients[] = {g};
     const TensorView xs[] = {x.view}, outs[] = {out.view}, d_outs[] = {d_out.view}, dxs[] = {dx.view};
     DeviceMoeForward forward;
-    forward.valid_tokens = 2.0 * static_cast<double>(c.T_max);
+    forward.valid_tokens = static_cast<double>(P * c.T_max);
     layer.forward(weights, xs, outs, step, forward, s);
     layer.backward(weights, gradients, xs, d_outs, dxs, step, {}, s);
   }
@@ -61,6 +69,7 @@ struct NcclMoe {
   }
 
   MoeConfig c;
+  int P = 1;
   CudaStream stream;
   DeviceMoeLayer layer;
   DeviceMoeStep step;
@@ -104,6 +113,61 @@ TEST(MoeNccl, TwoProcessesHaveTheBitsOfTwoVirtualRanksEagerAndReplayed) {
     return world.first_error().empty() ? 0 : 3;
   };
   EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
+}
+
+// Nodes of `per_node` ranks that NCCL takes for separate machines, sockets between them; wanted are the bits of virtual nodes of one process.
+int run_nodes(int rank, int P, int per_node, int ranks_per_node) {
+  ::setenv("NCCL_HOSTID", fmt::format("node {}", rank / per_node).c_str(), 1), ::setenv("NCCL_SOCKET_IFNAME", "lo", 1);
+  ::setenv("LOCAL_RANK", std::to_string(rank % per_node).c_str(), 1);
+  register_moe_kernels();
+  MoeConfig c = nccl_config();
+  c.hierarchy = Hierarchy::kTwoLevel;
+  DeviceMoeOptions sizes;
+  sizes.nodes = P / per_node;
+  NcclWorld world(NcclOptions{DeviceMoeLayer::arena_bytes(c, P, sizes), std::chrono::milliseconds(30000), ranks_per_node});
+  if (world.num_nodes() != P / per_node || world.ranks_per_node() != per_node) return 1;
+  const mt::Weights<float> w = bf16_weights(c, 5);
+  std::vector<mt::Batch> batches;
+  std::vector<mt::Result> want;
+  {
+    MoeGpuOptions options;
+    options.devices = {world.device()};
+    options.nodes = per_node == 1 ? 1 : P / per_node;  // with one rank a node also one domain has these bits
+    GpuMoe virtual_ranks(c, P, w, options);
+    for (std::uint64_t b = 0; b < 3; ++b) {
+      batches.push_back(bf16_batch(c, std::vector<std::int64_t>(static_cast<std::size_t>(P), 90), 10 * b));
+      virtual_ranks.upload(batches[b]), virtual_ranks.step();
+      want.push_back(virtual_ranks.result());
+    }
+  }
+  NcclMoe mine(world, c, w);
+  for (std::size_t b = 0; b < 3; ++b) {
+    mine.upload(batches[b], rank);
+    mine.queue(mine.stream), world.synchronize(mine.stream, "a step");
+    if (!mine.equals(want[b], rank)) return 2;
+  }
+  {
+    const GraphExec graph = GraphExec::capture(mine.stream, [&](cudaStream_t s) { mine.queue(s); });
+    for (std::size_t i = 0; i < 9; ++i) {
+      mine.upload(batches[i % 3], rank);
+      graph.launch(mine.stream), world.synchronize(mine.stream, "a replay");
+      if (!mine.equals(want[i % 3], rank)) return 3;
+    }
+  }
+  world.host_fabric().barrier("done");
+  return world.first_error().empty() ? 0 : 4;
+}
+
+TEST(MoeNccl, TwoNodesOfOneRankOnOneGpuHaveTheBitsOfOneDomainEagerAndReplayed) {
+  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
+  EXPECT_THAT(run_processes(2, [](int rank) { return run_nodes(rank, 2, 1, kNodesByTopology); }), ::testing::Each(0));
+}
+
+TEST(MoeNccl, TwoNodesOfTwoRanksOnTwoGpusHaveTheBitsOfVirtualNodes) {
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL; " << gpus;
+  for (const int ranks_per_node : {kNodesByTopology, 2}) {
+    EXPECT_THAT(run_processes(4, [&](int rank) { return run_nodes(rank, 4, 2, ranks_per_node); }), ::testing::Each(0)) << ranks_per_node;
+  }
 }
 
 }  // namespace

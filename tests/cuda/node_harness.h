@@ -2,11 +2,11 @@
 // Two-level exchange on the ranks of one node: plan to combine with identity experts, and what the CPU engine makes of the same group.
 #pragma once
 
-#include <barrier>
 #include <memory>
 
 #include "cuda/exchange_harness.h"
-#include "exchange/cuda/node_exchange.h"
+#include "cuda/local_rails.h"
+#include "exchange/cuda/make_exchange.h"
 
 namespace waybill::cuda {
 
@@ -28,25 +28,26 @@ class NodeGpu {
   using At = std::function<void*(int index, std::uint64_t offset)>;  // of a rank of this launch
   NodeGpu(const ExchangeConfig& config, Rail& rail, const LocalRanks& ranks, int device, const BookWindow& book, const At& at)
       : config_(config), stream_(device) {
-    const ExchangeConfig inside = node_config(config, rail.num_nodes());
-    const int G = rail.ranks_per_node();
+    config_.hierarchy = Hierarchy::kTwoLevel;
+    const int G = rail.ranks_per_node(), P = rail.num_nodes() * G;
+    const ExchangeConfig inside = windows_config(config_, {P, rail.num_nodes()});
     const ExchangeWindows windows = book_exchange_windows(inside, G, book);
     const auto row = static_cast<std::size_t>(config.H) * 4, T = static_cast<std::size_t>(config.T_max), K = static_cast<std::size_t>(config.K);
     rows_window_ = book("rows", row_window_bytes(inside, G, row)), z_window_ = book("partials", row_window_bytes(inside, G, row));
     // Few CTAs: kernels of several nodes may wait on one GPU.
     ExchangeTuning tuning;
     tuning.dispatch_ctas = tuning.combine_ctas = tuning.value_ctas = 4, tuning.fused_plan = false;
-    exchange_ = std::make_unique<NodeExchange>(config, rail, ranks, device, windows, tuning);
+    exchange_ = make_exchange(config_, block_placement(config.E, P), &rail, ranks, device, windows, tuning);
     handle_ = exchange_->make_handle();
     for (int i = 0; i < ranks.count; ++i) {
       Rank r;
       r.ids = DeviceBuffer(T * K * 4, device), r.weights = DeviceBuffer(T * K * 4, device), r.d_weights = DeviceBuffer(T * K * 4, device);
       r.x = DeviceBuffer(T * row, device), r.out = DeviceBuffer(T * row, device);
-      r.y = DeviceBuffer(static_cast<std::size_t>(exchange_->node().budget().padded_slots) * row, device);
+      r.y = DeviceBuffer(static_cast<std::size_t>(exchange_->budget().padded_slots) * row, device);
       routes_.push_back({r.ids.data(), r.weights.as<float>(), 0}), x_.push_back({r.x.data(), 0}), y_.push_back({r.y.data(), 0});
       out_.push_back({r.out.data(), 0}), d_weights_.push_back(r.d_weights.as<float>());
       rows_.push_back({at(i, rows_window_), 0}), z_.push_back({at(i, z_window_), 0});
-      values_.push_back(exchange_->node().slot_weights(handle_.inside, i));
+      values_.push_back(exchange_->slot_weights(handle_, i));
       ranks_.push_back(std::move(r));
     }
   }
@@ -62,19 +63,18 @@ class NodeGpu {
     stream_.synchronize();
   }
   void queue(cudaStream_t s) {
-    DeviceExchange& node = exchange_->node();
     exchange_->plan(handle_, routes_, s);
-    node.layout(handle_.inside, s);
+    exchange_->layout(handle_, s);
     exchange_->dispatch(handle_, DType::kF32, x_, rows_window_, true, s);
-    node.permute(handle_.inside, DType::kF32, rows_, y_, s);
-    node.unpermute_reduce(handle_.inside, DType::kF32, y_, true, DType::kF32, z_, true, s);
+    exchange_->permute(handle_, DType::kF32, rows_, y_, s);
+    exchange_->unpermute_reduce(handle_, DType::kF32, y_, true, exchange_->partials(), z_, true, s);
     exchange_->combine(handle_, z_window_, DType::kF32, out_, s);
-    exchange_->return_slot_values(handle_, values_, d_weights_, s);
+    exchange_->return_slot_values(handle_, routes_, values_, d_weights_, s);
   }
   ts::Floats out(std::size_t i) { return download(ranks_[i].out, static_cast<std::size_t>(routes_[i].T * config_.H)); }
   ts::Floats d_weights(std::size_t i) { return download(ranks_[i].d_weights, static_cast<std::size_t>(routes_[i].T * config_.K)); }
-  std::int64_t rows(std::size_t i) { return exchange_->node().read(handle_.inside, static_cast<int>(i), stream_).layout.R(); }
-  StatusWord status(std::size_t i) { return exchange_->node().status(static_cast<int>(i), stream_); }
+  std::int64_t rows(std::size_t i) { return exchange_->read(handle_, static_cast<int>(i), stream_).layout.R(); }
+  StatusWord status(std::size_t i) { return exchange_->status(static_cast<int>(i), stream_); }
   const CudaStream& stream() const { return stream_; }
 
  private:
@@ -92,62 +92,13 @@ class NodeGpu {
   ExchangeConfig config_;
   CudaStream stream_;
   std::uint64_t rows_window_ = 0, z_window_ = 0;
-  std::unique_ptr<NodeExchange> exchange_;
-  NodeHandle handle_;
+  std::unique_ptr<DeviceExchange> exchange_;
+  DeviceHandle handle_;
   std::vector<Rank> ranks_;
   std::vector<DeviceRoute> routes_;
   std::vector<DeviceRows> x_, y_, rows_, z_, out_;
   std::vector<const float*> values_;
   std::vector<float*> d_weights_;
-};
-
-// Rails between virtual nodes of one process, a host thread each. Not for capture.
-class LocalRails {
- public:
-  LocalRails(int nodes, int ranks_per_node, int device)
-      : nodes_(nodes), per_node_(ranks_per_node), messages_(static_cast<std::size_t>(nodes)), barrier_(nodes) {
-    const DeviceGuard guard(device);
-    for (int n = 0; n < 2 * nodes; ++n) events_.push_back(std::make_unique<CudaEvent>(false));
-  }
-  class Node final : public Rail {
-   public:
-    Node(LocalRails& all, int node) : all_(all), node_(node) {}
-    int num_nodes() const override { return all_.nodes_; }
-    int node() const override { return node_; }
-    int ranks_per_node() const override { return all_.per_node_; }
-    void exchange(std::span<const RailMessage> messages, cudaStream_t stream) override {
-      const auto self = static_cast<std::size_t>(node_), nodes = static_cast<std::size_t>(all_.nodes_);
-      all_.messages_[self].assign(messages.begin(), messages.end());
-      all_.events_[self]->record(stream);
-      all_.barrier_.arrive_and_wait();
-      std::vector<std::size_t> taken(nodes * static_cast<std::size_t>(all_.per_node_));  // messages of (node, index) that are copied
-      for (const RailMessage& m : messages) {
-        all_.events_[static_cast<std::size_t>(m.node)]->wait_on(stream);
-        std::size_t& next = taken[static_cast<std::size_t>(m.node * all_.per_node_ + m.index)];
-        std::size_t seen = 0;
-        for (const RailMessage& theirs : all_.messages_[static_cast<std::size_t>(m.node)]) {
-          if (theirs.node != node_ || theirs.index != m.index || seen++ != next) continue;
-          EXPECT_EQ(theirs.bytes, m.bytes);
-          WB_TRY_CUDA(cudaMemcpyAsync(m.receive, theirs.send, m.bytes, cudaMemcpyDeviceToDevice, stream));
-        }
-        ++next;
-      }
-      all_.events_[nodes + self]->record(stream);
-      all_.barrier_.arrive_and_wait();
-      for (std::size_t n = 0; n < nodes; ++n) all_.events_[nodes + n]->wait_on(stream);  // nobody still reads what this node sends
-      all_.barrier_.arrive_and_wait();
-    }
-
-   private:
-    LocalRails& all_;
-    int node_;
-  };
-
- private:
-  int nodes_, per_node_;
-  std::vector<std::vector<RailMessage>> messages_;
-  std::vector<std::unique_ptr<CudaEvent>> events_;
-  std::barrier<> barrier_;
 };
 
 }  // namespace waybill::cuda

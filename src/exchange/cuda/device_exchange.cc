@@ -122,6 +122,10 @@ RowTuning DeviceExchange::tuned(std::int64_t row_bytes) const {
   return t;
 }
 
+void DeviceExchange::check_one_node(const char* call) const {
+  if (num_nodes() > 1) WB_FAIL(ErrorCode::kUnsupported, "{} goes within one NVLink domain, this group has {} nodes", call, num_nodes());
+}
+
 RowType DeviceExchange::row_type(const char* what, DType dtype) const {
   WB_CHECK(dtype == DType::kF32 || dtype == DType::kBF16, "{} must be f32 or bf16, got {}", what, to_string(dtype));
   return dtype == DType::kF32 ? RowType::kF32 : RowType::kBF16;
@@ -201,13 +205,14 @@ void DeviceExchange::dispatch(const DeviceHandle& handle, DType dtype, std::span
   check_launch("exchange_dispatch_push");
 }
 
-bool DeviceExchange::supports_chunks() const { return compute_major_ >= 9 && 2 * num_ranks() <= num_sms_; }
+bool DeviceExchange::supports_chunks() const { return num_nodes() == 1 && compute_major_ >= 9 && 2 * num_ranks() <= num_sms_; }
 
 // At most half of the SMs, so that permute_arriving() has the others.
 int DeviceExchange::chunk_ctas(std::int64_t row_bytes) const { return std::max(1, std::min(tuned(row_bytes).chunk_ctas, num_sms_ / 2 / num_ranks())); }
 
 void DeviceExchange::dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
                                      cudaStream_t stream) const {
+  check_one_node("dispatch_chunks()");
   WB_CHECK(supports_chunks(), "dispatch_chunks needs compute capability 9 and at most half as many ranks as SMs; got {} and {} ranks on {} SMs", compute_major_,
            num_ranks(), num_sms_);
   DispatchArgs args = dispatch_args(dtype, x, window, Scales{});
@@ -235,6 +240,7 @@ void DeviceExchange::queue_dispatch(const ExchangeParams& q, DispatchArgs args, 
 }
 
 void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const {
+  check_one_node("dispatch_pull()");
   const std::vector<DeviceRows> rows(static_cast<std::size_t>(num_ranks()));
   const DispatchArgs args = dispatch_args(dtype, rows, window, Scales{});
   launch_dispatch_pull(with(handle), args, x_window, spinning_ctas(dispatch_pull_kernel(), kRowThreads, 0, tuned(args.part[0].bytes).dispatch_ctas),
@@ -242,25 +248,22 @@ void DeviceExchange::dispatch_pull(const DeviceHandle& handle, DType dtype, std:
   check_launch("exchange_dispatch_pull");
 }
 
-DType DeviceExchange::wire() const { return config_.combine_wire == CombineWire::kBF16 && params_.shape.P > 1 ? DType::kBF16 : DType::kF32; }
+DType DeviceExchange::partials() const { return config_.combine_wire == CombineWire::kBF16 && params_.shape.P > 1 ? DType::kBF16 : DType::kF32; }
 
 void DeviceExchange::set_base(ExchangeParams& q, std::span<const void* const> base) const {
-  WB_CHECK(base.empty() || base.size() == static_cast<std::size_t>(num_ranks()), "combine: {} ranks of this launch, got {} bases", num_ranks(), base.size());
-  for (std::size_t i = 0; i < base.size(); ++i) {
-    WB_CHECK(reinterpret_cast<std::uintptr_t>(base[i]) % 16 == 0, "combine: base must start at a multiple of 16 bytes, got address {}", base[i]);
-    q.call[i].d = const_cast<void*>(base[i]);
-  }
+  check_bases(base, num_ranks());
+  for (std::size_t i = 0; i < base.size(); ++i) q.call[i].d = const_cast<void*>(base[i]);
 }
 
 void DeviceExchange::combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
                              std::span<const void* const> base) const {
-  const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", wire());
+  const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", partials());
   check_rows("combine: out", out, num_ranks(), config_.H, size_bytes(out_dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
   set_base(q, base);
   const CombineArgs args{window, 0, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 0};
-  const RowTuning t = tuned(config_.H * static_cast<std::int64_t>(size_bytes(wire())));
+  const RowTuning t = tuned(config_.H * static_cast<std::int64_t>(size_bytes(partials())));
   // The bulk kernel holds a token's destinations in one warp.
   if ((tuning_.combine == CombinePath::kBulk || (tuning_.combine == CombinePath::kAuto && compute_major_ >= 9)) && q.shape.D <= 32) {
     const int stages = std::min(t.combine_stages, 16);
@@ -282,7 +285,7 @@ bool DeviceExchange::ring_holds_slots() const {
 
 void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
                                         std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base) const {
-  const RowType type = row_type("reduce_and_combine: y", dtype), from = row_type("reduce_and_combine", wire());
+  const RowType type = row_type("reduce_and_combine: y", dtype), from = row_type("reduce_and_combine", partials());
   check_rows("reduce_and_combine: y", y, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("reduce_and_combine: out", out, num_ranks(), config_.H, size_bytes(dtype));
   ExchangeParams q = with(handle);
@@ -293,12 +296,12 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
                          0,
                          std::clamp(t.fused_stages, 1, 6),
                          std::clamp(t.reduce_stages, 1, 6)};
-  const bool one_launch = t.fused_combine_ctas > 0 && ring_holds_slots() && q.shape.D <= 32;
+  const bool one_launch = num_nodes() == 1 && t.fused_combine_ctas > 0 && ring_holds_slots() && q.shape.D <= 32;
   const int ctas = one_launch ? spinning_ctas(reduce_combine_kernel(type, from), kRowThreads, reduce_combine_smem(args), num_sms_) : 0;
   if (ctas < 2) {
     std::vector<DeviceRows> z;
     for (int i = 0; i < num_ranks(); ++i) z.push_back({params_.ranks.table.base[rank(i)] + window, 0});
-    unpermute_reduce(handle, dtype, y, weighted, wire(), z, true, stream);
+    unpermute_reduce(handle, dtype, y, weighted, partials(), z, true, stream);
     return combine(handle, window, dtype, out, stream, base);
   }
   for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = out[i].data;
@@ -311,13 +314,14 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
 
 void DeviceExchange::combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
                                   cudaStream_t stream) const {
-  const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", wire());
+  check_one_node("combine_push()");
+  const RowType to = row_type("combine: out", out_dtype), from = row_type("combine", partials());
   check_rows("combine: out", out, num_ranks(), config_.H, size_bytes(out_dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < out.size(); ++i) q.call[i].c = out[i].data;
   const CombineArgs args{window, slots, out[0].stride == 0 ? config_.H : out[0].stride, static_cast<std::int32_t>(config_.H), 1};
   launch_combine_push(q, args, from,
-                      spinning_ctas(combine_push_kernel(), kRowThreads, 0, tuned(config_.H * static_cast<std::int64_t>(size_bytes(wire()))).combine_ctas),
+                      spinning_ctas(combine_push_kernel(), kRowThreads, 0, tuned(config_.H * static_cast<std::int64_t>(size_bytes(partials()))).combine_ctas),
                       tuning_.overlap_launches, stream);
   check_launch("exchange_combine_push");
   launch_combine_pull(q, args, from, to, local_ctas(), tuning_.overlap_launches, stream);
@@ -341,6 +345,8 @@ void DeviceExchange::return_slot_values(const DeviceHandle& handle, std::span<co
   launch_slot_values_return(q, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_slot_values_return");
 }
+
+void DeviceExchange::send_between_nodes(std::span<const void* const>, std::span<void* const>, std::size_t, cudaStream_t) const {}
 
 template <class T>
 const T* DeviceExchange::part(const DeviceHandle& handle, int index, std::uint64_t offset) const {

@@ -14,6 +14,10 @@
 //   return_slot_values(handle, ...)  per-slot scalars back to [T, K]
 // The gradient of dispatch is combine, the gradient of combine is dispatch, with the same handle.
 //
+// This class is the exchange of ranks that reach each other's memory. Where a group has several nodes, NodeExchange overrides the calls that cross between
+// them, and everything else is this class within the node; make_exchange() (exchange/cuda/make_exchange.h) takes the one that the group needs. What goes
+// within a node alone is refused there with kUnsupported, by name: plan_map(), chunks, pulls, pushed partials, own rows apart, rows with scales.
+//
 // Where one thread queues for ranks on several GPUs, set CUDA_MODULE_LOADING=EAGER before CUDA starts: a kernel that is loaded at its first launch waits for
 // the device, and with it for a peer that waits for this launch. With a thread a GPU no wait is circular; there, leave it LAZY where cuBLASLt is called
 // (DeviceMoeLayer): under EAGER a part of that library that is loaded late goes onto all GPUs of the process at once, one that waits for this thread
@@ -98,8 +102,11 @@ class DeviceHandle {
 
  private:
   friend class DeviceExchange;
+  friend class NodeExchange;
   std::vector<DeviceBuffer> memory_;  // [ranks of the launch]
   std::vector<std::int64_t> T_;
+  std::vector<DeviceBuffer> between_;  // several nodes: which tokens go to which (NodePlan); T_ is that of the node's own plan then
+  std::vector<std::int64_t> own_T_;
 };
 
 class DeviceExchange {
@@ -108,17 +115,22 @@ class DeviceExchange {
   // validate(config) refuses, K > 128, budgets past 2^31 - 1, hierarchy two_level (flat only), a launch that the GPU cannot hold.
   DeviceExchange(const ExchangeConfig& config, const ExpertPlacement& placement, const LocalRanks& ranks, int device, const ExchangeWindows& windows,
                  const ExchangeTuning& tuning = {}, const MapRoom& map = {});
+  virtual ~DeviceExchange() = default;
+  DeviceExchange(const DeviceExchange&) = delete;
+  DeviceExchange& operator=(const DeviceExchange&) = delete;
 
-  const ExchangeConfig& config() const { return config_; }
+  virtual int num_nodes() const { return 1; }
+  virtual int node() const { return 0; }
+  const ExchangeConfig& config() const { return config_; }  // several nodes: node_config()
   ReceiveBudget budget() const { return budget_; }
   int num_ranks() const { return params_.ranks.count; }
   int rank(int index) const { return params_.ranks.rank[index]; }
   int entries_per_token() const { return params_.shape.D; }
   ExchangeTuning& tuning() { return tuning_; }
 
-  DeviceHandle make_handle() const;  // allocates
+  virtual DeviceHandle make_handle() const;  // allocates
   // Spans hold one element a rank of the launch.
-  void plan(DeviceHandle& handle, std::span<const DeviceRoute> routes, cudaStream_t stream) const;
+  virtual void plan(DeviceHandle& handle, std::span<const DeviceRoute> routes, cudaStream_t stream) const;
   void layout(const DeviceHandle& handle, cudaStream_t stream) const;
 
   // The same plan the older way (MapRoom): every rank sends its [T, E] map and weights to every rank, and each builds its plan from all of them. A row's
@@ -142,19 +154,19 @@ class DeviceExchange {
     std::uint64_t window = 0;
   };
   void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan, cudaStream_t stream) const;
-  void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales, bool after_plan,
-                cudaStream_t stream) const;
+  virtual void dispatch(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales, bool after_plan,
+                        cudaStream_t stream) const;
   // The same in chunks of tokens, for permute_arriving(): rows of other ranks only; f32, bf16 or f8 without scales; supports_chunks().
   void dispatch_chunks(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::uint64_t window, bool after_plan,
                        cudaStream_t stream) const;
-  bool supports_chunks() const;  // sm_90, and few enough ranks in this launch
+  bool supports_chunks() const;  // sm_90, few enough ranks in this launch, one node
   // The same by pull, for comparison: x lies in a window of [T_max, H]. Needs layout().
   void dispatch_pull(const DeviceHandle& handle, DType dtype, std::uint64_t x_window, std::uint64_t window, cudaStream_t stream) const;
 
-  // out [T, H] (f32 or bf16) = sum over ranks of the partials [R, H] in `window`; wire(): their type. base: [T, H] of that type,
+  // out [T, H] (f32 or bf16) = sum over ranks of the partials [R, H] in `window`; partials(): their type. base: [T, H] of type wire(),
   // contiguous, a rank: a part that crossed no link, added last; or empty. out of an invalid handle is 0 all the same.
-  void combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
-               std::span<const void* const> base = {}) const;
+  virtual void combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
+                       std::span<const void* const> base = {}) const;
   // unpermute_reduce() into `window` and combine() from it, overlapped: one launch where the GPU allows, else the two. The same bits. dtype: of y
   // and of out. The window's former partials must have been pulled on this stream's order, as for unpermute_reduce(z_in_window).
   void reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
@@ -162,11 +174,16 @@ class DeviceExchange {
   // The same by push into slots [T_max * D, H] of `slots`, then a local sum. Needs layout().
   void combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
                     cudaStream_t stream) const;
-  DType wire() const;  // of partials: bf16 where combine_wire says so and P > 1, else f32
+  DType partials() const;                            // bf16 where combine_wire says so and P > 1, else f32; several nodes: f32
+  virtual DType wire() const { return partials(); }  // of what links carry home, and of base; several nodes: what goes between them
 
   // values [S_padded] f32 in expert order -> d_weights [T, K]. routes as given to plan().
-  void return_slot_values(const DeviceHandle& handle, std::span<const DeviceRoute> routes, std::span<const float* const> values,
-                          std::span<float* const> d_weights, cudaStream_t stream) const;
+  virtual void return_slot_values(const DeviceHandle& handle, std::span<const DeviceRoute> routes, std::span<const float* const> values,
+                                  std::span<float* const> d_weights, cudaStream_t stream) const;
+
+  // `bytes` from each rank of the launch (send) to the rank of its index on every other node: part m of receive [num_nodes()] comes from node m, the own
+  // part is left alone. One node: nothing.
+  virtual void send_between_nodes(std::span<const void* const> send, std::span<void* const> receive, std::size_t bytes, cudaStream_t stream) const;
 
   // Local steps; need layout(). y [S_padded, H] of `dtype` (f32 or bf16; permute takes any).
   void permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
@@ -194,9 +211,9 @@ class DeviceExchange {
   const float* slot_weights(const DeviceHandle& handle, int index) const;
 
   // A plan in memory of the caller's, for launches with one rank: handle_bytes() of it, aligned to 16. Both queue a copy; T: tokens of the plan.
-  std::size_t handle_bytes() const { return handle_bytes_; }
-  void save(const DeviceHandle& handle, void* to, cudaStream_t stream) const;
-  void restore(DeviceHandle& handle, const void* from, std::int64_t T, cudaStream_t stream) const;
+  virtual std::size_t handle_bytes() const { return handle_bytes_; }
+  virtual void save(const DeviceHandle& handle, void* to, cudaStream_t stream) const;
+  virtual void restore(DeviceHandle& handle, const void* from, std::int64_t T, cudaStream_t stream) const;
   // [P] nanoseconds on the device: how long the exchange's kernels of rank `index` of the launch have waited for each rank since reset(). Kernels add to it;
   // reading it needs no wait. Waits that end at the first look count 0; of waits in chunks the first warp's count.
   const unsigned long long* wait_ns(int index) const;
@@ -206,6 +223,11 @@ class DeviceExchange {
   void clear_status(cudaStream_t stream) const;
   // After a timeout, on every rank, with no kernel running anywhere: flags, epochs and tickets to 0.
   void reset() const;
+
+ protected:
+  RowType row_type(const char* what, DType dtype) const;
+  // What goes within one NVLink domain only.
+  void check_one_node(const char* call) const;
 
  private:
   template <class T>
@@ -217,7 +239,6 @@ class DeviceExchange {
   bool ring_holds_slots() const;
   void queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const;
   int local_ctas(int per_sm = 2) const;
-  RowType row_type(const char* what, DType dtype) const;
   void set_base(ExchangeParams& q, std::span<const void* const> base) const;
   void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
                     cudaStream_t stream) const;

@@ -13,6 +13,7 @@ void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<
 }
 void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y,
                                  cudaStream_t stream) const {
+  check_one_node("permute_own()");
   permute_part(handle, dtype, x, y, kPermuteOwn, stream);
 }
 void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
@@ -22,6 +23,7 @@ void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std
 
 void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> rows,
                                       std::span<const DeviceRows> y, cudaStream_t stream) const {
+  check_one_node("permute_arriving()");
   check_rows("permute_arriving: x", x, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("permute_arriving: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("permute_arriving: y", y, num_ranks(), config_.H, size_bytes(dtype));

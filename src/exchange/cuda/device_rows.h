@@ -17,4 +17,11 @@ inline void check_rows(const char* what, std::span<const DeviceRows> rows, int c
   }
 }
 
+inline void check_bases(std::span<const void* const> base, int count) {
+  WB_CHECK(base.empty() || base.size() == static_cast<std::size_t>(count), "combine: {} ranks of this launch, got {} bases", count, base.size());
+  for (const void* b : base) {
+    WB_CHECK(reinterpret_cast<std::uintptr_t>(b) % 16 == 0, "combine: base must start at a multiple of 16 bytes, got address {}", b);
+  }
+}
+
 }  // namespace waybill::cuda

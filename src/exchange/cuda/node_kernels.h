@@ -37,10 +37,22 @@ void launch_node_routes(const NodeArgs& args, cudaStream_t stream);
 void launch_node_trim(const NodeArgs& args, const ChunkHeader* received, cudaStream_t stream);
 // x [T] rows of `bytes` (stride bytes apart) to send[m][i] (other nodes) and own[t] (own node).
 void launch_node_rows(const NodeArgs& args, const void* x, std::int64_t stride, std::int32_t bytes, void* send, void* own, cudaStream_t stream);
-// out [T, H] = sum over nodes, in node order, fp32, of own[t] or returned[m][position]; a token of no node gets 0.
-void launch_node_sum(const NodeArgs& args, RowType wire, RowType out, const void* own, const void* returned, void* to, std::int64_t out_stride, std::int32_t H,
-                     cudaStream_t stream);
+// out [T, H] = sum over nodes, in node order, fp32, of own[t] or returned[m][position], then base[t]; a token of no node gets base or 0, every token of an
+// invalid handle 0.
+struct NodeSum {
+  const void* own;  // [T_max, H] of the wire's type, as returned [N][T_max, H] and base [T, H] (or null) are
+  const void* returned;
+  const void* base;
+  const HandleHeader* header;
+  void* out;
+  std::int64_t out_stride;  // elements
+  std::int32_t H;
+};
+void launch_node_sum(const NodeArgs& args, const NodeSum& sum, RowType wire, RowType out, cudaStream_t stream);
 // d_weights [T, K] from own[t, k] or returned[m][position, k]; 0 where there is no route.
 void launch_node_values(const NodeArgs& args, const float* own, const float* returned, float* d_weights, cudaStream_t stream);
+
+// own: invalid where a header [N] of another node is; the largest demand of all. The own part of headers is not read.
+void launch_node_verdict(const HandleHeader* headers, int N, int node, HandleHeader* own, cudaStream_t stream);
 
 }  // namespace waybill::cuda

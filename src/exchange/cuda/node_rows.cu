@@ -2,7 +2,7 @@
 // Two-level exchange: rows of each node put together, and what the nodes send back added up.
 //
 // Grid (128, N) and (264), 512 threads, a warp a row. node_rows reads a row once for each node that needs it. node_sum adds in node order in
-// fp32, starting with the first part.
+// fp32, starting with the first part; what crossed no link comes last, as in combine.
 #include "exchange/cuda/node_kernels.h"
 #include "exchange/cuda/row_vectors.cuh"
 
@@ -24,25 +24,29 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 template <class Wire, class Out>
-__global__ void __launch_bounds__(kRowThreads)
-    exchange_node_sum(const NodeArgs args, const Wire* own, const Wire* returned, Out* out, std::int64_t out_stride, std::int32_t H) {
+__global__ void __launch_bounds__(kRowThreads) exchange_node_sum(const NodeArgs args, const NodeSum sum) {
   constexpr int kValues = Vector<Wire>::kValues;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int lane = static_cast<int>(threadIdx.x) & 31, H = sum.H;
+  const bool is_valid = sum.header->valid != 0;
   for (int t = static_cast<int>((threadIdx.x >> 5) * gridDim.x + blockIdx.x); t < args.T; t += static_cast<int>(gridDim.x) * (kRowThreads / 32)) {
     for (int h = lane * kValues; h < H; h += 32 * kValues) {
-      float sum[kValues] = {};
+      float total[kValues] = {};
       bool is_first = true;
-      for (int m = 0; m < args.N; ++m) {
-        const int place = args.position[static_cast<std::int64_t>(m) * args.T_max + t];
-        if (place < 0) continue;
-        const Wire* from = m == args.node ? own + static_cast<std::int64_t>(t) * H : returned + (static_cast<std::int64_t>(m) * args.T_max + place) * H;
+      const auto add = [&](const Wire* from) {
         float x[kValues];
         Vector<Wire>::to_float(load_row(from + h), x);
 #pragma unroll
-        for (int j = 0; j < kValues; ++j) sum[j] = is_first ? x[j] : sum[j] + x[j];
+        for (int j = 0; j < kValues; ++j) total[j] = is_first ? x[j] : total[j] + x[j];
         is_first = false;
+      };
+      for (int m = 0; m < args.N && is_valid; ++m) {
+        const int place = args.position[static_cast<std::int64_t>(m) * args.T_max + t];
+        if (place < 0) continue;
+        add(m == args.node ? static_cast<const Wire*>(sum.own) + static_cast<std::int64_t>(t) * H
+                           : static_cast<const Wire*>(sum.returned) + (static_cast<std::int64_t>(m) * args.T_max + place) * H);
       }
-      store_values<Out>(out + t * out_stride + h, sum);
+      if (sum.base != nullptr && is_valid) add(static_cast<const Wire*>(sum.base) + static_cast<std::int64_t>(t) * H);
+      store_values<Out>(static_cast<Out*>(sum.out) + t * sum.out_stride + h, total);
     }
   }
 }
@@ -54,14 +58,10 @@ void launch_node_rows(const NodeArgs& args, const void* x, std::int64_t stride, 
                                                                                            static_cast<unsigned char*>(send), static_cast<unsigned char*>(own));
 }
 
-void launch_node_sum(const NodeArgs& args, RowType wire, RowType out, const void* own, const void* returned, void* to, std::int64_t out_stride, std::int32_t H,
-                     cudaStream_t stream) {
+void launch_node_sum(const NodeArgs& args, const NodeSum& sum, RowType wire, RowType out, cudaStream_t stream) {
   with_row_type(wire, [&](auto* w) {
     with_row_type(out, [&](auto* o) {
-      using Wire = std::remove_pointer_t<decltype(w)>;
-      using Out = std::remove_pointer_t<decltype(o)>;
-      exchange_node_sum<Wire, Out>
-          <<<264, kRowThreads, 0, stream>>>(args, static_cast<const Wire*>(own), static_cast<const Wire*>(returned), static_cast<Out*>(to), out_stride, H);
+      exchange_node_sum<std::remove_pointer_t<decltype(w)>, std::remove_pointer_t<decltype(o)>><<<264, kRowThreads, 0, stream>>>(args, sum);
     });
   });
 }

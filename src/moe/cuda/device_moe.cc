@@ -35,19 +35,23 @@ const std::int32_t* DeviceMoeStep::total_counts(int index) const {
 std::uint32_t DeviceMoeStep::dense_map_reasons() const { return saved_->reasons; }
 
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
-    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size), ranks(launch), side(device) {
+    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size * given.nodes), ranks(launch), side(device) {
+  const int rail_nodes = options.rail == nullptr ? 1 : options.rail->num_nodes(), per_node = launch.table.size;
+  WB_CHECK(rail_nodes == options.nodes, "the layer was asked for {} nodes, its rail joins {}", options.nodes, rail_nodes);
   check_device_moe(config, P, options);
   prepare_dense_matmul(device);
   config.router.E = config.E, config.router.K = config.K;
   L = config.L(P);
-  const ExchangeConfig exchange_config = device_exchange_config(config);
+  const RankGroup group{P, options.nodes};
+  const ExchangeConfig exchange_config = device_exchange_config(config), windows_of = windows_config(exchange_config, group);
   const MapRoom map_room = device_map_room(config, options);
-  const ExchangeWindows exchange_windows = book_exchange_windows(exchange_config, P, book, map_room);
+  const ExchangeWindows exchange_windows = book_exchange_windows(windows_of, per_node, book, map_room);
   const auto W = static_cast<std::size_t>(config.row_width());
-  windows.partials = windows.gradients = book("moe partials and gradients", row_window_bytes(exchange_config, P, W * size_bytes(partials_dtype(config, P))));
-  if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, P));
-  if (looks_for_duplicates(config, options)) windows.votes = book("moe votes", static_cast<std::size_t>(2 * P) * 4);
-  for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(exchange_config, P, W * 2)));
+  windows.partials = windows.gradients =
+      book("moe partials and gradients", row_window_bytes(windows_of, per_node, W * size_bytes(partials_dtype(config, group))));
+  if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, per_node));
+  if (looks_for_duplicates(config, options)) windows.votes = book("moe votes", static_cast<std::size_t>(2 * per_node) * 4);
+  for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(windows_of, per_node, W * 2)));
   if (options.resend_rows) {
     step_windows.assign(static_cast<std::size_t>(options.num_steps), windows.partials);
   } else if (config.recompute > Recompute::kActivation) {
@@ -59,7 +63,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
     moe::make_etp_tables(config.E, P, config.expert_tensor_parallel, rank_table, local_table);
     placement.rank_table = rank_table.data(), placement.local_table = local_table.data();
   }
-  exchange = std::make_unique<DeviceExchange>(exchange_config, placement, ranks, device, exchange_windows, options.exchange, map_room);
+  exchange = make_exchange(exchange_config, placement, options.rail, ranks, device, exchange_windows, options.exchange, map_room);
   const DeviceGuard guard(device);  // events belong to the device that is current
   forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
   S = exchange->budget().padded_slots, R = exchange->budget().rows;

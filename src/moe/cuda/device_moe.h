@@ -29,7 +29,7 @@
 #include <memory>
 #include <span>
 
-#include "exchange/cuda/device_exchange.h"
+#include "exchange/cuda/make_exchange.h"
 #include "moe/cuda/device_moe_report.h"
 #include "waybill/moe.h"
 
@@ -43,6 +43,12 @@ struct DeviceMoePolicy {
 };
 
 struct DeviceMoeOptions {
+  // Nodes of the group, whose ranks do not reach each other's memory: P is that of all of them, `ranks` and windows those of one node, and `rail` (of
+  // as many nodes; it must outlive the layer) carries rows between them. Then MoeConfig::hierarchy is two_level or auto, and what needs one NVLink domain is
+  // refused: slices of F, the dense-map path. The same results as in one domain: to the bit with one rank a node and the partials' sums in rank order; with
+  // several, sums are by node and an expert's rows in another order (NodeExchange).
+  int nodes = 1;
+  Rail* rail = nullptr;
   int num_steps = 1;  // steps in flight (forward without its backward); each books a window for the rows it keeps
   DeviceMoePolicy policy;
   ExchangeTuning exchange;
@@ -127,7 +133,7 @@ class DeviceMoeStep {
 
 class DeviceMoeLayer {
  public:
-  // config.T_max must be given. book: see DeviceExchange; called by every rank of the group in the same order.
+  // config.T_max must be given. book: see DeviceExchange; called by every rank of a node in the same order.
   DeviceMoeLayer(const MoeConfig& config, const LocalRanks& ranks, int device, const BookWindow& book, const DeviceMoeOptions& options = {});
   ~DeviceMoeLayer();
   DeviceMoeLayer(const DeviceMoeLayer&) = delete;
@@ -160,7 +166,7 @@ class DeviceMoeLayer {
   // What a training forward leaves for its backward, in memory of the caller's (saved_bytes(), aligned to 16), for launches with one rank: the step may
   // then serve other forwards before the backward runs. Not with exact_sizes or resend_rows. Both queue copies. restore() wants the forward's x and
   // options and makes the step ready.
-  static std::size_t saved_bytes(const MoeConfig& config, int P);
+  static std::size_t saved_bytes(const MoeConfig& config, int P, int nodes = 1);
   void save(const DeviceMoeStep& step, void* to, cudaStream_t stream) const;
   void restore(DeviceMoeStep& step, const void* from, const TensorView& x, const DeviceMoeForward& options, cudaStream_t stream);
 

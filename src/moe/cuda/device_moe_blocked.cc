@@ -19,7 +19,7 @@ void DeviceMoeLayer::Impl::make_recipe() {
 
 ExpertSet DeviceMoeLayer::Impl::routed_set(const Saved& saved, std::size_t i) const {
   ExpertSet set{offsets(saved, i), L, slots(saved, i), config.row_width(), config.inner_width(), config.local_F(), RecipeWeight::kW1, RecipeWeight::kW2};
-  const int t = config.expert_tensor_parallel, rank = ranks.rank[i];  // a slice of an expert has an id of its own
+  const int t = config.expert_tensor_parallel, rank = exchange->node() * ranks.table.size + ranks.rank[i];  // a slice of an expert has an id of its own
   set.first_id = rank / t * L * t + rank % t, set.id_stride = t, set.status = status_word(i), set.scratch = scratch_at<unsigned char>(i, scratch_parts.recipe);
   set.x_turned = static_cast<unsigned char*>(y(saved, i).data), set.seed = saved.seed, set.device = where;
   return set;

@@ -69,7 +69,10 @@ struct Checker {
 
 void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& given) {
   validate(config, P);
-  check_device_config(device_exchange_config(config), P, device_map_room(config, given));
+  refuse_if(given.nodes > 1 && config.expert_tensor_parallel > 1, "slices of F (expert_tensor_parallel) between nodes");
+  refuse_if(given.nodes > 1 && (given.dense_map || device_dense_reasons(config, given) != kDenseMapNone), "the dense-map path between nodes");
+  const RankGroup group{P, given.nodes};
+  check_device_config(windows_config(device_exchange_config(config), group), group.per_node(), device_map_room(config, given));
   check_device_recipe(config, P);
   refuse_if(given.exact_sizes && config.recipe.is_blocked(), "exact sizes under recipes of blocks");
   const std::uint32_t reasons = device_dense_reasons(config, given);

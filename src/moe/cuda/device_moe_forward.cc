@@ -127,7 +127,7 @@ void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
 }
 
 void DeviceMoeLayer::Impl::reduce(const Saved& saved, cudaStream_t stream) {
-  exchange->unpermute_reduce(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, exchange->wire(), window_rows(windows.partials),
+  exchange->unpermute_reduce(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, exchange->partials(), window_rows(windows.partials),
                              /*z_in_window=*/true, stream);
 }
 
@@ -155,7 +155,7 @@ void DeviceMoeLayer::Impl::report(const Forward& f) {
     if (has_losses(config) && f.options.training && !takes_map(f.saved)) args.losses = scratch_at<double>(i, scratch_parts.losses);
     if (args.losses != nullptr && has_two_aux_losses(config)) args.global_losses = args.losses + 3;
     if (config.capacity_factor > 0) args.dropped = scratch_at<std::int32_t>(i, scratch_parts.dropped);
-    args.wait_ns = exchange->wait_ns(index), args.P = P;
+    args.wait_ns = exchange->wait_ns(index), args.P = ranks.table.size;
     launch_step_report(args, f.stream);
     check_launch("moe_step_report");
   }

@@ -11,6 +11,7 @@
 #include "moe/cuda/device_moe.h"
 #include "moe/cuda/device_moe_layout.h"
 #include "moe/cuda/device_moe_recipe.h"
+#include "moe/cuda/reduce_counts.h"
 
 namespace waybill::cuda {
 
@@ -182,6 +183,7 @@ struct DeviceMoeLayer::Impl {
   // device_moe_losses.cc
   void set_totals(const Forward& f);
   void reduce_counts(const Forward& f);
+  void sum_nodes(const Forward& f, const ReduceCountsArgs& node);
   void compute_losses(const Forward& f);
   // global: of the global loss; where there is no aux loss beside it, it takes that one's place.
   bool only_global() const { return config.global_coefficient != 0 && !has_two_aux_losses(config); }
@@ -205,7 +207,7 @@ struct DeviceMoeLayer::Impl {
   MoeConfig config;
   DeviceMoeOptions options;
   Device where;
-  int P;
+  int P;                                              // of all nodes; ranks.table.size of them on this one
   std::int64_t L, S, R;                               // local experts; slots and rows of the budgets
   std::vector<std::int32_t> rank_table, local_table;  // of expanded ids, with slices of F
   std::unique_ptr<DeviceExchange> exchange;

@@ -98,10 +98,10 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
   s.y = carver.take_if(!exact_sizes, std::max({S * W * 2, base, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
-  s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && partials_dtype(c, P) == DType::kBF16 ? T * c.H : 0, 2);
+  s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && wire_dtype(c, {P, options.nodes}) == DType::kBF16 ? T * c.H : 0, 2);
   s.base = carver.take_if(!exact_sizes && S * c.local_F() * 2 < base, base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
-  s.own_counts = carver.take(num_totals(c), 4);
+  s.own_counts = carver.take(num_totals(c), 4), s.node_counts = carver.take(options.nodes > 1 ? options.nodes * num_totals(c) : 0, 4);
   s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(6, 8);
   s.d_slot_weight = carver.take(S, 4);
   s.d_weights = carver.take(T * c.K, 4), s.d_logits = carver.take(T * c.E, 4);
@@ -116,7 +116,7 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   return s;
 }
 
-std::size_t counts_window_bytes(const MoeConfig& config, int P) { return static_cast<std::size_t>(2 * P * num_totals(config)) * 4; }
+std::size_t counts_window_bytes(const MoeConfig& config, int per_node) { return static_cast<std::size_t>(2 * per_node * num_totals(config)) * 4; }
 
 int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) {
   if (options.resend_rows) return 0;
@@ -125,13 +125,15 @@ int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) {
 
 std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
   check_device_moe(config, P, options);
-  const ExchangeConfig exchange = device_exchange_config(config);
+  const RankGroup group{P, options.nodes};
+  const int G = group.per_node();
+  const ExchangeConfig exchange = windows_config(device_exchange_config(config), group);
   const auto W = static_cast<std::size_t>(config.row_width());
-  const std::size_t rows = aligned(row_window_bytes(exchange, P, 2 * W)),
-                    partials = aligned(row_window_bytes(exchange, P, W * size_bytes(partials_dtype(config, P))));
+  const std::size_t rows = aligned(row_window_bytes(exchange, G, 2 * W)),
+                    partials = aligned(row_window_bytes(exchange, G, W * size_bytes(partials_dtype(config, group))));
   constexpr std::size_t kControl = 128 * 1024;  // what a group keeps at the start of its arenas
-  return exchange_window_bytes(exchange, P, device_map_room(config, options)) + partials + rows * static_cast<std::size_t>(num_row_windows(config, options)) +
-         aligned(counts_window_bytes(config, P)) + (looks_for_duplicates(config, options) ? aligned(static_cast<std::size_t>(2 * P) * 4) : 0) + kControl;
+  return exchange_window_bytes(exchange, G, device_map_room(config, options)) + partials + rows * static_cast<std::size_t>(num_row_windows(config, options)) +
+         aligned(counts_window_bytes(config, G)) + (looks_for_duplicates(config, options) ? aligned(static_cast<std::size_t>(2 * G) * 4) : 0) + kControl;
 }
 
 namespace {
@@ -162,9 +164,10 @@ DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const Dev
   DeviceMoeMemory memory;
   memory.windows = arena_bytes(config, P, options);
   std::int64_t S = device_slots(config, P);
-  memory.scratch = scratch_layout(config, P, options).bytes;
-  ExchangeShape shape = make_shape(device_exchange_config(config), P, device_map_room(config, options));
-  memory.step = step_layout(config, P, options).bytes + lay_out_handle(shape);
+  const RankGroup group{P, options.nodes};
+  const ExchangeConfig exchange = device_exchange_config(config);
+  memory.scratch = scratch_layout(config, P, options).bytes + exchange_scratch_bytes(exchange, group);
+  memory.step = step_layout(config, P, options).bytes + exchange_handle_bytes(exchange, group, device_map_room(config, options));
   if (options.exact_sizes) {
     constexpr std::size_t kUnit = std::size_t{2} << 20;  // GrowableBuffer's
     const std::int64_t mean = config.T_max * config.K, L = config.L(P);

@@ -22,7 +22,13 @@ std::int64_t device_slots(const MoeConfig& config, int P);
 std::uint32_t device_dense_reasons(const MoeConfig& config, const DeviceMoeOptions& options);
 // Routes that an expert takes from a rank of T_max tokens; 0: no padding to it.
 std::int64_t padded_capacity(const MoeConfig& config);
-inline DType partials_dtype(const MoeConfig& config, int P) { return config.combine_wire == CombineWire::kBF16 && P > 1 ? DType::kBF16 : DType::kF32; }
+// Of DeviceExchange::wire(): within one node nothing of two levels is rounded.
+inline DType wire_dtype(const MoeConfig& config, const RankGroup& group) {
+  const bool crosses = group.P > 1 && (group.nodes > 1 || config.hierarchy != Hierarchy::kTwoLevel);
+  return config.combine_wire == CombineWire::kBF16 && crosses ? DType::kBF16 : DType::kF32;
+}
+// Of partials in their window: within a node of several they are f32.
+inline DType partials_dtype(const MoeConfig& config, const RankGroup& group) { return group.nodes > 1 ? DType::kF32 : wire_dtype(config, group); }
 
 inline constexpr std::uint64_t kNoPart = ~std::uint64_t{0};
 
@@ -48,6 +54,7 @@ struct DeviceMoeScratchLayout {
   std::uint64_t wire_base;                         // bf16 [T, H]: that sum rounded for the wire, where it is one
   std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
   std::uint64_t own_counts;                        // i32 [E] twice: this rank's, and of kUnbiased
+  std::uint64_t node_counts;                       // i32 [nodes][num_totals]: of the other nodes
   std::uint64_t score_sums, losses;                // f64 [E + 1], [2][3]: the second where there are two auxiliary losses
   std::uint64_t d_slot_weight;                     // f32 [S]
   std::uint64_t d_weights, d_logits;               // f32 [T, K], [T, E]
@@ -88,7 +95,7 @@ struct DeviceMoeWindows {
 inline bool looks_for_duplicates(const MoeConfig& c, const DeviceMoeOptions& options) {
   return options.dense_map && c.mode == ExchangeMode::kEager && device_dense_reasons(c, options) == 0;
 }
-std::size_t counts_window_bytes(const MoeConfig& config, int P);  // [2 parities][P][num_totals] i32
+std::size_t counts_window_bytes(const MoeConfig& config, int per_node);  // [2 parities][per_node][num_totals] i32
 int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options);
 
 }  // namespace waybill::cuda

@@ -3,6 +3,7 @@
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/cuda/reduce_counts.h"
+#include "moe/cuda/sum_nodes.h"
 
 namespace waybill::cuda {
 
@@ -41,6 +42,22 @@ void DeviceMoeLayer::Impl::reduce_counts(const Forward& f) {
   }
   launch_reduce_counts(args, f.stream);
   check_launch("moe_reduce_counts");
+  if (options.nodes > 1) sum_nodes(f, args);
+}
+
+// From the counts of this node to those of all.
+void DeviceMoeLayer::Impl::sum_nodes(const Forward& f, const ReduceCountsArgs& node) {
+  std::vector<const void*> own;
+  std::vector<void*> others;
+  for (std::size_t i = 0; i < count(); ++i) own.push_back(node.rank[i].totals), others.push_back(scratch_at<void>(i, scratch_parts.node_counts));
+  exchange->send_between_nodes(own, others, static_cast<std::size_t>(node.n) * 4, f.stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    const ReduceCountsArgs::Rank& rank = node.rank[i];
+    launch_sum_nodes(
+        {static_cast<const std::int32_t*>(others[i]), options.nodes, exchange->node(), node.n, node.E, node.first, rank.accumulated, rank.totals, rank.global},
+        f.stream);
+    check_launch("moe_sum_nodes");
+  }
 }
 
 // The router knows one aux loss; where both are on the global one, the same formula with other counts, takes a second call.

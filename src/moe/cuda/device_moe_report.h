@@ -18,8 +18,8 @@ struct DeviceMoeReport {
   std::uint32_t dense_map_reasons = 0;                                  // DenseMapReason bits of the last forward
   std::uint32_t dense_map_forwards = 0;                                 // of `forwards`, those on the dense-map path
   double aux_loss = 0, sequence_loss = 0, global_loss = 0, z_loss = 0;  // this rank's share
-  // Nanoseconds that the exchange's kernels of this rank have waited for rank p, since the layer was made and up to this forward (its own included, the
-  // backward passes before it too).
+  // Nanoseconds that the exchange's kernels of this rank have waited for rank p (of its node, where there are several), since the layer was made and up to this
+  // forward (its own included, the backward passes before it too).
   std::uint64_t wait_ns[kMaxDevicePeers] = {};
 };
 

@@ -11,16 +11,15 @@ struct SavedParts {
   std::size_t step, rows, bytes;  // the plan lies at 0; rows: none where step == bytes
 };
 
-SavedParts saved_parts(const MoeConfig& config, int P) {
+SavedParts saved_parts(const MoeConfig& config, const RankGroup& group) {
   constexpr std::size_t kAlignment = 256;
   const auto aligned = [](std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   const ExchangeConfig exchange = device_exchange_config(config);
-  ExchangeShape shape = make_shape(exchange, P);
   SavedParts parts{};
-  parts.step = aligned(lay_out_handle(shape));
-  parts.rows = parts.step + aligned(step_layout(config, P, {}).bytes);
+  parts.step = aligned(exchange_handle_bytes(exchange, group));
+  parts.rows = parts.step + aligned(step_layout(config, group.P, {}).bytes);
   parts.bytes = parts.rows;
-  if (config.recompute <= Recompute::kActivation) parts.bytes += aligned(row_window_bytes(exchange, P, static_cast<std::size_t>(config.row_width()) * 2));
+  if (config.recompute <= Recompute::kActivation) parts.bytes += aligned(row_window_bytes(exchange, group.P, static_cast<std::size_t>(config.row_width()) * 2));
   return parts;
 }
 
@@ -30,10 +29,12 @@ void copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
 
 }  // namespace
 
-std::size_t DeviceMoeLayer::saved_bytes(const MoeConfig& config, int P) {
-  check_device_moe(config, P, {});
+std::size_t DeviceMoeLayer::saved_bytes(const MoeConfig& config, int P, int nodes) {
+  DeviceMoeOptions options;
+  options.nodes = nodes;
+  check_device_moe(config, P, options);
   WB_CHECK(!device_map_room(config, {}).enabled, "saved_bytes: steps on the dense-map path are not saved");
-  return saved_parts(config, P).bytes;
+  return saved_parts(config, {P, nodes}).bytes;
 }
 
 void DeviceMoeLayer::save(const DeviceMoeStep& step, void* to, cudaStream_t stream) const {
@@ -44,7 +45,7 @@ void DeviceMoeLayer::save(const DeviceMoeStep& step, void* to, cudaStream_t stre
   WB_CHECK(!impl_->exchange->plans_maps(), "save: the layer has room for dense maps, whose steps are not saved");
   const DeviceMoeStep::Saved& saved = *step.saved_;
   const DeviceGuard guard(impl_->where.index);
-  const SavedParts parts = saved_parts(impl_->config, impl_->P);
+  const SavedParts parts = saved_parts(impl_->config, {impl_->P, impl_->options.nodes});
   auto* bytes = static_cast<unsigned char*>(to);
   impl_->exchange->save(saved.handle, bytes, stream);
   copy(bytes + parts.step, saved.memory[0].data(), impl_->step_parts.bytes, stream);
@@ -57,7 +58,7 @@ void DeviceMoeLayer::restore(DeviceMoeStep& step, const void* from, const Tensor
   WB_CHECK(x.rank == 2 && x.shape[0] <= impl_->config.T_max, "restore: x must be [T, H] with T in [0, T_max = {}], got {}", impl_->config.T_max, x.describe());
   DeviceMoeStep::Saved& saved = *step.saved_;
   const DeviceGuard guard(impl_->where.index);
-  const SavedParts parts = saved_parts(impl_->config, impl_->P);
+  const SavedParts parts = saved_parts(impl_->config, {impl_->P, impl_->options.nodes});
   const auto* bytes = static_cast<const unsigned char*>(from);
   impl_->exchange->restore(saved.handle, bytes, x.shape[0], stream);
   copy(saved.memory[0].data(), bytes + parts.step, impl_->step_parts.bytes, stream);
