@@ -17,14 +17,51 @@
 using namespace waybill;
 using namespace waybill::capi;
 
+namespace {
+
+// How many nodes P ranks are on is known when they have met: room for whichever it is.
+template <class Bytes>
+std::size_t most_bytes(const MoeConfig& config, int P, const Bytes& bytes_on) {
+  std::size_t most = bytes_on(1);
+  for (int nodes = 2; nodes <= P && config.hierarchy != Hierarchy::kFlat; ++nodes) {
+    if (P % nodes != 0 || config.E % nodes != 0 || config.K > config.E / nodes) continue;  // refused, should it come to that
+    try {
+      most = std::max(most, bytes_on(nodes));
+    } catch (const Error&) {  // as above
+    }
+  }
+  return most;
+}
+
+std::size_t most_arena_bytes(const MoeConfig& config, int P) {
+  return most_bytes(config, P, [&](int nodes) {
+    cuda::DeviceMoeOptions options;
+    options.nodes = nodes;
+    return cuda::DeviceMoeLayer::arena_bytes(config, P, options);
+  });
+}
+std::size_t most_saved_bytes(const MoeConfig& config, int P) {
+  return most_bytes(config, P, [&](int nodes) { return cuda::DeviceMoeLayer::saved_bytes(config, P, nodes); });
+}
+
+cuda::DeviceMoeOptions layer_options(ProcessMemory& memory) {
+  cuda::DeviceMoeOptions options;
+  options.nodes = memory.num_nodes(), options.rail = memory.rail();
+  return options;
+}
+
+}  // namespace
+
 struct wb_device_moe {
   wb_device_moe(const MoeConfig& given, int device, const wb_process_group* group)
       : config(given),
-        memory(make_process_memory(device, group, cuda::DeviceMoeLayer::arena_bytes(config, group == nullptr ? 1 : group->size))),
-        layer(config, memory->ranks(), device, [this](const std::string& name, std::size_t bytes) { return memory->window(name, bytes); }),
+        memory(make_process_memory(device, group, most_arena_bytes(config, group == nullptr ? 1 : group->size), config.hierarchy != Hierarchy::kFlat)),
+        layer(
+            config, memory->ranks(), device, [this](const std::string& name, std::size_t bytes) { return memory->window(name, bytes); },
+            layer_options(*memory)),
         step(layer.make_step()),
         where{DeviceType::kCuda, device},
-        saved_bytes(static_cast<std::int64_t>(cuda::DeviceMoeLayer::saved_bytes(config, memory->size()))),
+        saved_bytes(static_cast<std::int64_t>(most_saved_bytes(config, memory->size()))),
         gate_gradient(static_cast<std::size_t>(config.E * config.H) * sizeof(float), device) {
     memory->everybody_is_ready();
   }
@@ -122,7 +159,7 @@ wb_status wb_device_moe_create(const wb_moe_config* config, int32_t device, cons
 void wb_device_moe_destroy(wb_device_moe* layer) noexcept { delete layer; }
 
 wb_status wb_device_moe_saved_bytes(const wb_moe_config* config, int32_t P, int64_t* bytes) noexcept {
-  return guarded([&] { required(bytes, "bytes") = static_cast<int64_t>(cuda::DeviceMoeLayer::saved_bytes(device_config(config, P), P)); });
+  return guarded([&] { required(bytes, "bytes") = static_cast<int64_t>(most_saved_bytes(device_config(config, P), P)); });
 }
 
 wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* parameters, const wb_tensor* x, const wb_moe_forward_options* options,

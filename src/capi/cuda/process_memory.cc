@@ -56,8 +56,8 @@ wb_process_group checked_group(const wb_process_group* group, std::int32_t devic
   return ranks;
 }
 
-std::unique_ptr<ProcessMemory> make_process_memory(int device, const wb_process_group* group, std::size_t arena_bytes) {
-  if (group != nullptr) return make_nccl_memory(*group, arena_bytes);
+std::unique_ptr<ProcessMemory> make_process_memory(int device, const wb_process_group* group, std::size_t arena_bytes, bool may_have_nodes) {
+  if (group != nullptr) return make_nccl_memory(*group, arena_bytes, may_have_nodes);
   return std::make_unique<OwnMemory>(device, arena_bytes);
 }
 

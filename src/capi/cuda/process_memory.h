@@ -6,6 +6,7 @@
 #include <string>
 
 #include "fabric/cuda_local/cuda_local_kernels.h"
+#include "fabric/cuda_local/rail.h"
 #include "waybill/waybill_device.h"
 
 namespace waybill::capi {
@@ -14,6 +15,8 @@ class ProcessMemory {
  public:
   virtual ~ProcessMemory() = default;
   virtual int size() const = 0;
+  virtual int num_nodes() const { return 1; }
+  virtual cuda::Rail* rail() { return nullptr; }  // between nodes; null or of one node where there is one
   virtual cuda::LocalRanks ranks() const = 0;
   virtual std::uint64_t window(const std::string& name, std::size_t bytes) = 0;  // collective
   virtual void everybody_is_ready() = 0;                                         // collective; before any kernel posts to a peer
@@ -23,10 +26,11 @@ class ProcessMemory {
 // The caller's group on `device`, checked; size 1 where none is given. kUnsupported, with what is missing, where this machine has no such GPU.
 wb_process_group checked_group(const wb_process_group* group, std::int32_t device);
 
-// group: null = this process alone.
-std::unique_ptr<ProcessMemory> make_process_memory(int device, const wb_process_group* group, std::size_t arena_bytes);
+// group: null = this process alone. may_have_nodes: ranks that do not reach each other's memory make nodes (by NVLink domain, or of as many ranks as
+// WAYBILL_RANKS_PER_NODE says) instead of being refused.
+std::unique_ptr<ProcessMemory> make_process_memory(int device, const wb_process_group* group, std::size_t arena_bytes, bool may_have_nodes = false);
 
 // process_memory_nccl.cc, or no_nccl.cc in a build without NCCL's headers.
-std::unique_ptr<ProcessMemory> make_nccl_memory(const wb_process_group& group, std::size_t arena_bytes);
+std::unique_ptr<ProcessMemory> make_nccl_memory(const wb_process_group& group, std::size_t arena_bytes, bool may_have_nodes);
 
 }  // namespace waybill::capi
