@@ -42,9 +42,10 @@ StepTime slowest(StepTime t) {
   return {values[0], values[1], values[2]};
 }
 
-void record(const char* op, const std::string& name, const std::string& variant, const StepTime& t, double floor, double target, bool checked) {
+double record(const char* op, const std::string& name, const std::string& variant, const StepTime& t, double floor, double target, bool checked) {
   g_all_match &= checked;
   if (g_out != nullptr) write_record(g_out, op, name, variant, t, floor, target, checked, kSteps * kReplays);  // rank 0 writes
+  return t.p50;
 }
 
 using Part = ExchangeGroup::Part;
@@ -58,18 +59,27 @@ ExchangeGroup make_group(const ExchangeShapeCase& c, const std::vector<int>& dev
   return ExchangeGroup(c, 2, devices, [](std::size_t bytes) { return std::make_unique<NcclArena>(*g_world, bytes); });
 }
 
-// What the weights cost: plan, and x to rows, without them.
-void measure_without_weights(ExchangeGroup& g, const std::string& name, double fresh, bool ok) {
+// What crosses the link for a plan and its rows.
+struct LinkBytes {
+  double rows, plan, weights;  // plan: counts, 8 a row, ids
+};
+
+// What the weights cost: plan, and x to rows, without them. fresh, gather: the times with them.
+void measure_without_weights(ExchangeGroup& g, const std::string& name, const LinkBytes& bytes, double fresh, double gather, bool linked, bool ok) {
+  const double without_bytes = bytes.rows + bytes.plan, floor = linked ? without_bytes / kPushBytesPerUs : 0, extra = bytes.weights / without_bytes;
   const ExchangeTuning saved = g.tuning();
   ExchangeTuning without = saved;
   without.send_weights = false, g.set_tuning(without);
   const auto time = [&](const ExchangeGroup::Step& step) { return slowest(g.time(step, kSteps, kReplays)); };
   record("plan", name, "no weights (control)", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s); }), 0, 0, ok);
-  record("dispatch", name, "fresh route, no weights (control)", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch(p, i, true, s); }),
-         fresh, 0, ok);
-  record("x to rows for the GEMM", name, "gather list, no weights (control)",
-         time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh, 0, ok);
+  const double fresh_without = record("dispatch", name, "fresh route, no weights (control)",
+                                      time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch(p, i, true, s); }), floor, 0, ok);
+  const double gather_without = record("x to rows for the GEMM", name, "gather list, no weights (control)",
+                                       time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), floor, 0, ok);
   g.set_tuning(saved);
+  if (g_out == nullptr || !linked) return;
+  write_weight_cost(g_out, "dispatch", name, "fresh route", fresh, fresh_without, without_bytes, extra, ok);
+  write_weight_cost(g_out, "x to rows for the GEMM", name, "gather list", gather, gather_without, without_bytes, extra, ok);
 }
 
 // The steps of one shape between two ranks.
@@ -79,8 +89,12 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
   ExchangeGroup g = make_group(c, devices);
   const bool ok = g.check();
   const ReceiveLayout received = g.received();
-  const double row = static_cast<double>(c.H) * (c.scale_bytes > 0 ? 1 : 2) + static_cast<double>(c.scale_bytes), rows = static_cast<double>(g.remote_rows());
-  const double meta = rows * 8 + static_cast<double>(received.S()) / 2 * 6;
+  const double row = static_cast<double>(c.H) * (c.scale_bytes > 0 ? 1 : 2) + static_cast<double>(c.scale_bytes);
+  const ExchangeGroup::Remote remote = g.remote();
+  const double rows = static_cast<double>(remote.rows), slots = static_cast<double>(remote.slots);
+  constexpr double kCounts = 4 * 4;  // 2 P integers to each peer, P = 2
+  const LinkBytes bytes{rows * row, kCounts + rows * 8 + slots * static_cast<double>(size_bytes(route_id_dtype(c.E / 2))), slots * 4};
+  const double meta = bytes.plan + bytes.weights;
   const bool linked = devices.size() > 1 || g_world != nullptr;
   const double push = linked ? rows * row / kPushBytesPerUs : 0, pull = linked ? rows * row / kPullBytesPerUs : 0;
   const double fresh = linked ? push + meta / kPushBytesPerUs : 0;
@@ -89,14 +103,14 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
   record("plan", name, "", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s); }), 0, c.E == 2304 ? 20 : 0, ok);
   record("layout", name, "", time([&](Part& p, int, cudaStream_t s) { g.layout(p, s); }), 0, 0, ok);
   record("dispatch", name, "plan given", time([&](Part& p, int i, cudaStream_t s) { g.dispatch(p, i, false, s); }), push, want.dispatch_plan, ok);
-  record("dispatch", name, "fresh route", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch(p, i, true, s); }), fresh, want.dispatch_fresh,
-         ok);
+  const double fresh_time = record("dispatch", name, "fresh route", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch(p, i, true, s); }),
+                                   fresh, want.dispatch_fresh, ok);
   record("x to rows for the GEMM", name, "gather list, serial",
          time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.layout(p, s), g.dispatch(p, i, true, s); }), fresh, 0, ok);
-  record("x to rows for the GEMM", name, "gather list", time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh,
-         want.gather, ok);
+  const double gather_time = record("x to rows for the GEMM", name, "gather list",
+                                    time([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.dispatch_and_layout(p, i, s); }), fresh, want.gather, ok);
   if (c.scale_bytes > 0) return;
-  measure_without_weights(g, name, fresh, ok);
+  measure_without_weights(g, name, bytes, fresh_time, gather_time, linked, ok);
   // Chunks pay where rows are large (docs/perf/exchange.md): the target is the better way's.
   const bool is_small = c.H * 2 < 4096;
   record("x to rows for the GEMM", name, "permuted copy, serial",
@@ -297,9 +311,10 @@ void tune(const ExchangeShapeCase& c, const std::vector<int>& devices) {
   if (wanted("permute") && c.scale_bytes == 0) sweep_permute(g, name);
 }
 
-// A table from three sizes of row.
+// A table from four sizes of row.
 void write_table(const std::string& path, const std::vector<int>& devices) {
-  const std::pair<ExchangeShapeCase, std::int64_t> rows[] = {{{8192, 512, 36, 2304}, 4095}, {{4096, 3584, 8, 256}, 8191}, {{4096, 7168, 8, 256}, 16384}};
+  const std::pair<ExchangeShapeCase, std::int64_t> rows[] = {
+      {{8192, 512, 36, 2304}, 4095}, {{16384, 2048, 8, 128}, 4096}, {{4096, 3584, 8, 256}, 8191}, {{4096, 7168, 8, 256}, 16384}};
   TuningTable table;
   for (const auto& [shape, row_bytes] : rows) {
     ExchangeGroup g(shape, 2, devices);
@@ -361,7 +376,7 @@ int main_checked(int argc, char** argv) {
       write_table(path + ".tuning", devices);
       return g_all_match ? 0 : 1;
     }
-    tune(deepseek, devices), tune(sparser, devices), tune(sparse, devices), tune(quantized, devices);
+    tune(deepseek, devices), tune(sparser, devices), tune(sparse, devices), tune(quantized, devices), tune({16384, 2048, 8, 128}, devices);
     tune_local({65536, 512, 5, 32, 0, 0.9}), tune_local({8192, 7168, 4, 128});
     g_filter.check_used();
     return g_all_match ? 0 : 1;

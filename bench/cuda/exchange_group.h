@@ -271,11 +271,17 @@ class ExchangeGroup {
   void set_tuning(const ExchangeTuning& t) {
     for (auto& p : parts) p->exchange.tuning() = t;
   }
-  // Rows that a rank of this process sends to others, of set 0: the busiest rank's.
-  std::int64_t remote_rows() const {
-    std::int64_t busiest = 0;
+  // What a rank of this process sends to others, of set 0.
+  struct Remote {
+    std::int64_t rows = 0, slots = 0;
+  };
+  Remote remote() const {  // the rank with the most rows
+    Remote busiest;
     for (const auto& p : parts) {
-      for (int i = 0; i < p->exchange.num_ranks(); ++i) busiest = std::max(busiest, remote_rows(p->exchange.rank(i), p->host_ids[static_cast<std::size_t>(i)]));
+      for (int i = 0; i < p->exchange.num_ranks(); ++i) {
+        const Remote own = remote(p->exchange.rank(i), p->host_ids[static_cast<std::size_t>(i)]);
+        if (own.rows >= busiest.rows) busiest = own;
+      }
     }
     return busiest;
   }
@@ -299,17 +305,19 @@ class ExchangeGroup {
   std::uint64_t rows_window = 0, z_window = 0, slots_window = 0, x_window = 0, scale_window = 0, extra_window = 0;
 
  private:
-  std::int64_t remote_rows(int self, const std::vector<std::int16_t>& ids) const {
-    std::int64_t rows = 0;
+  Remote remote(int self, const std::vector<std::int16_t>& ids) const {
+    Remote sent;
     const std::int64_t L = c_.E / P_;
     for (std::size_t t = 0; t < ids.size(); t += static_cast<std::size_t>(c_.K)) {
       std::vector<bool> hit(static_cast<std::size_t>(P_));
       for (std::size_t k = t; k < t + static_cast<std::size_t>(c_.K); ++k) {
-        if (ids[k] >= 0) hit[static_cast<std::size_t>(ids[k] / L)] = true;
+        if (ids[k] < 0) continue;
+        hit[static_cast<std::size_t>(ids[k] / L)] = true;
+        sent.slots += ids[k] / L != self ? 1 : 0;
       }
-      for (int p = 0; p < P_; ++p) rows += p != self && hit[static_cast<std::size_t>(p)] ? 1 : 0;
+      for (int p = 0; p < P_; ++p) sent.rows += p != self && hit[static_cast<std::size_t>(p)] ? 1 : 0;
     }
-    return rows;
+    return sent;
   }
   std::vector<std::int16_t> ids_of_rows(const std::vector<std::int32_t>& ids, std::int64_t begin, std::int64_t end) const {
     std::vector<std::int16_t> rows;

@@ -22,4 +22,18 @@ inline void write_record(std::FILE* out, const char* op, const std::string& name
   std::fflush(out), std::fflush(stdout);
 }
 
+// What the weights cost: a step's time with them over its time without. extra: bytes that cross the link with them over those without, less 1.
+inline void write_weight_cost(std::FILE* out, const char* op, const std::string& name, const std::string& variant, double with_us, double without_us,
+                              double bytes, double extra, bool checked) {
+  const double ratio = with_us / without_us, most = 1.03 + extra;
+  fmt::print("{:<28} {:<30} {:<22} x{:.3f}  bytes over the link {:.0f}, weights {:+.2f}%  target x{:.3f} {}\n", op, name, variant, ratio, bytes, 100 * extra,
+             most, ratio <= most ? "met" : "MISSED");
+  fmt::print(out,
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}, weights over none; {:.0f} bytes cross without, {:.2f}% more with\",\"metric\":\"time ratio\","
+             "\"unit\":\"x\",\"value\":{:.4f},\"spread\":0,\"floor\":{:.4f},\"target\":{:.4f},\"peers\":{{}},\"evidence\":\"distributed op\",\"checked\":{},"
+             "\"p50\":{:.4f},\"p99\":null,\"iterations\":0}}\n",
+             op, name, variant, bytes, 100 * extra, ratio, 1 + extra, most, checked ? "true" : "false", ratio);
+  std::fflush(out), std::fflush(stdout);
+}
+
 }  // namespace waybill::cuda

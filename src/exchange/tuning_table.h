@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tuning of the exchange as data: grains of the CPU engine, and for GPUs a row of numbers for each size of row. Speed only, never results. `waybill bench
-// exchange --tune FILE` searches them on this machine and writes a table (`bench_cuda_exchange OUT.jsonl --tune`: its three sizes of row);
+// exchange --tune FILE` searches them on this machine and writes a table (`bench_cuda_exchange OUT.jsonl --tune`: its four sizes of row);
 // WAYBILL_EXCHANGE_TUNING names the file of one that replaces what is built in (GPUs: H200).
 //
 // A file has a line "cpu" with the numbers of CpuTuning, and a line of RowTuning for each size of row, numbers in the order of the members, rows by ascending

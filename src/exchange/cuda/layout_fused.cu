@@ -3,8 +3,9 @@
 //
 // Grid (layout_tiles_of(shape), ranks), 512 threads; all CTAs must be resident together (layout_fused_ctas says how many are). Waits for the metadata of all
 // ranks (kSignalMeta) with a timeout; CTAs wait for each other without one of their own, and every CTA arrives, whatever it found. expert_tiles is
-// [tiles][L] here. Not for plans from maps, which may pad to capacity. With few counts every CTA sums them for itself; with many the CTAs share that and wait a
-// second time.
+// [tiles][L] here. What a tile's first kHeldSlots slots are and weigh is read once and kept in shared memory over the waits (the weights come while the CTA
+// counts), so that scattering waits for no memory. Not for plans from maps, which may pad to capacity. With few counts every CTA sums them for itself; with
+// many the CTAs share that and wait a second time.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/layout_tile.cuh"
 #include "exchange/cuda/tile_scan.cuh"
@@ -13,7 +14,17 @@ namespace waybill::cuda {
 namespace {
 
 constexpr int kWarps = kLayoutThreads / 32;
-constexpr int kOwnSums = 8192;  // counts that every CTA reads by itself
+constexpr int kOwnSums = 8192;    // counts that every CTA reads by itself
+constexpr int kHeldSlots = 3072;  // 24 slots a row of the tile
+constexpr int kBatch = 5;
+constexpr int kRowBits = 7;
+static_assert(kLayoutTile == 1 << kRowBits);
+
+// The tile's first slots, in shared memory behind the sums.
+struct HeldSlots {
+  int* place;     // [kHeldSlots] expert << kRowBits | row of the tile
+  float* weight;  // [kHeldSlots]
+};
 
 // What lies before this tile at each expert, and each expert's slots: shared memory behind the bits.
 struct ExpertSums {
@@ -129,29 +140,72 @@ __device__ __forceinline__ void add_offsets(const ExchangeParams& q, const RankC
   if (blockIdx.x == 0 && threadIdx.x == 0) offsets[L] = header_of(call)->S_padded = carry;
 }
 
+// Starts the copy of the weights of the held slots: each thread those that it scatters itself.
+__device__ __forceinline__ void copy_weights(const ExchangeParams& q, int rank, const LayoutTile& tile, const HeldSlots& held) {
+  const float* weights = q.window<float>(rank, q.shape.slot_weights) + tile.begin;
+  const int num = q.shape.send_weights != 0 ? min(kHeldSlots, tile.end - tile.begin) : 0;
+  for (int i = static_cast<int>(threadIdx.x); i < num; i += kLayoutThreads) ptx::copy_async_4(ptx::smem_address(held.weight + i), weights + i, true);
+  ptx::copy_async_commit();
+}
+
+// As mark_tile(), with places kept.
+template <int kWords>
+__device__ __forceinline__ bool mark_held(const ExchangeParams& q, int rank, const LayoutTile& tile, const int* starts, std::uint32_t* bits,
+                                          const HeldSlots& held) {
+  for (int i = static_cast<int>(threadIdx.x); i < q.shape.L * kWords; i += kLayoutThreads) bits[i] = 0;
+  __syncthreads();
+  bool twice = false;
+  for (int first = tile.begin + static_cast<int>(threadIdx.x); first < tile.end; first += kBatch * kLayoutThreads) {
+    int ids[kBatch];  // read together
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int j = first + b * kLayoutThreads;
+      ids[b] = j < tile.end ? local_id_of_slot(q, rank, j) : -1;
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int j = first + b * kLayoutThreads, e = ids[b];
+      if (e < 0) continue;
+      const int row = row_of_slot(starts, tile.num_rows, j);
+      const std::uint32_t bit = 1u << (row & 31);
+      twice |= (atomicOr(bits + e * kWords + (row >> 5), bit) & bit) != 0;
+      if (j - tile.begin < kHeldSlots) held.place[j - tile.begin] = e << kRowBits | row;
+    }
+  }
+  return __syncthreads_or(twice ? 1 : 0) != 0;
+}
+
 // Every slot of the tile to its place in expert order.
 template <int kWords>
 __device__ __forceinline__ void scatter(const ExchangeParams& q, int rank, const RankCall& call, const LayoutTile& tile, const int* starts,
-                                        const std::uint32_t* bits, const ExpertSums& sums) {
+                                        const std::uint32_t* bits, const ExpertSums& sums, const HeldSlots& held) {
   const ExchangeShape& shape = q.shape;
   const auto* meta = q.window<RowMeta>(rank, shape.row_meta);
   for (int i = static_cast<int>(threadIdx.x); i < tile.num_rows; i += kLayoutThreads) {
     handle_part<int>(call, shape.h_row_slot_offsets)[tile.first + i] = starts[i];
     handle_part<int>(call, shape.h_row_entry)[tile.first + i] = __ldcg(&meta[tile.first + i].entry);
   }
-  const float* weights = q.window<float>(rank, shape.slot_weights);
-  for (int j = tile.begin + static_cast<int>(threadIdx.x); j < tile.end; j += kLayoutThreads) {
-    const int e = local_id_of_slot(q, rank, j), row = row_of_slot(starts, tile.num_rows, j);
+  const auto put = [&](int j, int e, int row, float weight) {
     const int s = sums.before[e] + bits_below<kWords>(bits, e, row);
     handle_part<int>(call, shape.h_slot_position)[j] = s;
     handle_part<int>(call, shape.h_slot_row)[s] = tile.first + row;
-    if (shape.send_weights != 0) handle_part<float>(call, shape.h_slot_weight)[s] = __ldcg(weights + j);
+    if (shape.send_weights != 0) handle_part<float>(call, shape.h_slot_weight)[s] = weight;
+  };
+  ptx::copy_async_wait<0>();
+  const int held_end = min(tile.end, tile.begin + kHeldSlots);
+  for (int j = tile.begin + static_cast<int>(threadIdx.x); j < held_end; j += kLayoutThreads) {
+    const int place = held.place[j - tile.begin];
+    put(j, place >> kRowBits, place & (kLayoutTile - 1), held.weight[j - tile.begin]);
+  }
+  const float* weights = q.window<float>(rank, shape.slot_weights);
+  for (int j = held_end + static_cast<int>(threadIdx.x); j < tile.end; j += kLayoutThreads) {
+    put(j, local_id_of_slot(q, rank, j), row_of_slot(starts, tile.num_rows, j), shape.send_weights != 0 ? __ldcg(weights + j) : 0.0f);
   }
 }
 
 template <int kWords>
 __global__ void __launch_bounds__(kLayoutThreads, 2) exchange_layout_fused(const __grid_constant__ ExchangeParams q, const int twice_waited) {
-  extern __shared__ __align__(16) std::uint32_t bits[];  // [L][kWords], then the sums [2][L]
+  extern __shared__ __align__(16) std::uint32_t bits[];  // [L][kWords], then the sums [2][L], then what is held
   __shared__ int starts[kLayoutTile + 1];
   __shared__ int parts[kWarps][32];
   __shared__ HandleHeader header;  // one thread reads it: another CTA may find a peer lost at any time
@@ -169,11 +223,15 @@ __global__ void __launch_bounds__(kLayoutThreads, 2) exchange_layout_fused(const
     return;
   }
   int* tiles = q.window<int>(rank, shape.expert_tiles);
+  int* memory = reinterpret_cast<int*>(bits) + L * kWords;
+  const ExpertSums sums{memory, memory + L};
+  const HeldSlots held{memory + 2 * L, reinterpret_cast<float*>(memory + 2 * L + kHeldSlots)};
   LayoutTile tile{};
   if (num_tiles > 0) {
     if (await_posted(q, rank, kSignalMeta)) {
       tile = load_tile(q, rank, header, starts);
-      const bool twice = mark_tile<kWords>(q, rank, tile, starts, bits);
+      copy_weights(q, rank, tile, held);
+      const bool twice = mark_held<kWords>(q, rank, tile, starts, bits, held);
       if (twice && threadIdx.x == 0) atomicOr(&call.status->flags, static_cast<std::uint32_t>(kStatusDuplicateId));
       write_counts<kWords>(bits, L, tiles + static_cast<std::int64_t>(blockIdx.x) * L);
     } else {
@@ -184,8 +242,6 @@ __global__ void __launch_bounds__(kLayoutThreads, 2) exchange_layout_fused(const
   if (threadIdx.x == 0) header.valid = __ldcg(&header_of(call)->valid);  // 0: some CTA has lost a peer
   __syncthreads();
   if (header.valid == 0) num_tiles = 0;
-  int* memory = reinterpret_cast<int*>(bits) + L * kWords;
-  const ExpertSums sums{memory, memory + L};
   if (twice_waited != 0) {
     int* totals = handle_part<int>(call, shape.h_expert_counts);
     scan_shared(tiles, num_tiles, L, totals, parts);
@@ -200,7 +256,7 @@ __global__ void __launch_bounds__(kLayoutThreads, 2) exchange_layout_fused(const
   add_offsets(q, call, max(1, num_tiles), sums, parts[0]);
   int* row_slot_offsets = handle_part<int>(call, shape.h_row_slot_offsets);
   if (blockIdx.x == 0 && threadIdx.x == 0) row_slot_offsets[num_tiles > 0 ? header.R : 0] = num_tiles > 0 ? header.S : 0;
-  if (num_tiles > 0) scatter<kWords>(q, rank, call, tile, starts, bits, sums);
+  if (num_tiles > 0) scatter<kWords>(q, rank, call, tile, starts, bits, sums, held);
 }
 
 template <class Body>
@@ -208,12 +264,12 @@ auto with_kernel(const ExchangeShape& shape, const Body& body) {
   return body(shape.layout_rows == kLayoutTile ? exchange_layout_fused<kLayoutTile / 32> : exchange_layout_fused<1>);
 }
 
-std::size_t fused_smem(const ExchangeShape& shape) { return layout_smem(shape) + static_cast<std::size_t>(shape.L) * 8; }
+std::size_t fused_smem(const ExchangeShape& shape) { return layout_smem(shape) + static_cast<std::size_t>(shape.L) * 8 + kHeldSlots * 8; }
 
 }  // namespace
 
 int layout_fused_ctas(const ExchangeShape& shape, int num_sms) {
-  if (fused_smem(shape) > 96 * 1024) return 0;
+  if (fused_smem(shape) > 112 * 1024) return 0;
   int blocks = 0;
   with_kernel(shape, [&](auto kernel) {
     if (fused_smem(shape) > kPlainSharedBytes) {
