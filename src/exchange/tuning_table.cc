@@ -118,9 +118,10 @@ CpuNumbers& cpu_numbers() {
 }  // namespace
 
 // Measured on two H200s (docs/perf/exchange.md). 14 CTAs fill the link with rows of 8 KB and more, 18 to 24 do not; beside a permute that fills the
-// memory 24 are best. Below 4 KB the reduction needs all SMs: no fused combine.
+// memory 24 are best. Below 4 KB the reduction needs all SMs: no fused combine; at 4 KB it wants deeper rings and more CTAs that combine.
 const TuningTable& built_in_tuning() {
-  static const TuningTable table{{4095, 18, 24, 32, 16, 3, 4, 0, 2}, {8191, 16, 32, 24, 16, 3, 2, 16, 4}, {16384, 14, 32, 16, 16, 4, 2, 16, 4}};
+  static const TuningTable table{
+      {4095, 18, 24, 32, 16, 3, 4, 0, 2}, {4096, 14, 32, 24, 16, 3, 3, 24, 2}, {8191, 16, 32, 24, 16, 3, 2, 16, 4}, {16384, 14, 32, 16, 16, 4, 2, 16, 4}};
   return table;
 }
 

@@ -46,7 +46,8 @@ TEST_P(ExchangeCuda, EqualsTheCpuEngineToTheBit) {
 // Few and many counts, few and many tiles, with and without padding.
 TEST(ExchangeLayoutCuda, OneLaunchOfManyTilesGivesTheSameBits) {
   WB_NEEDS_GPU();
-  for (const Case& c : {Case{1, 3000, 4, 4096, 64}, Case{2, 700, 36, 2304, 64}, Case{2, 2500, 8, 64, 64}, Case{8, 300, 8, 1024, 64}}) {
+  for (const Case& c :
+       {Case{1, 3000, 4, 4096, 64}, Case{2, 700, 36, 2304, 64}, Case{2, 2500, 8, 64, 64}, Case{8, 300, 8, 1024, 64}, Case{1, 16800, 2, 128, 64}}) {
     const ts::Group group = ts::random_group(ragged_tokens(c.P, c.T), c.K, c.E, c.H, RandomRoute{.seed = 12}, false);
     for (const std::int64_t alignment : {1, 16}) {
       GpuOptions options;

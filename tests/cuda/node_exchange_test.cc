@@ -88,6 +88,7 @@ TEST_P(NodeExchangeCuda, AnExceededBudgetIsToldToEveryNode) {
         const auto i = static_cast<std::size_t>(g);
         const int rank = n * per_node + g;
         const std::string what = fmt::format("rank {}, {}", rank, fits ? "fits" : "exceeded");
+        EXPECT_EQ(gpu.is_valid(i), fits) << what;
         if (fits) {
           EXPECT_EQ(gpu.out(i), want[static_cast<std::size_t>(rank)].out) << what;
           continue;

@@ -74,6 +74,7 @@ class NodeGpu {
   ts::Floats out(std::size_t i) { return download(ranks_[i].out, static_cast<std::size_t>(routes_[i].T * config_.H)); }
   ts::Floats d_weights(std::size_t i) { return download(ranks_[i].d_weights, static_cast<std::size_t>(routes_[i].T * config_.K)); }
   std::int64_t rows(std::size_t i) { return exchange_->read(handle_, static_cast<int>(i), stream_).layout.R(); }
+  bool is_valid(std::size_t i) { return exchange_->read(handle_, static_cast<int>(i), stream_).valid; }
   StatusWord status(std::size_t i) { return exchange_->status(static_cast<int>(i), stream_); }
   const CudaStream& stream() const { return stream_; }
 

@@ -31,6 +31,7 @@ TEST(TuningTable, TheRowOfTheSmallestSizeThatHoldsServes) {
 TEST(TuningTable, TheBuiltInTableIsWhatWasMeasured) {
   EXPECT_EQ(tuning_for(built_in_tuning(), 14336).dispatch_ctas, 14);
   EXPECT_EQ(tuning_for(built_in_tuning(), 7168).dispatch_ctas, 16);
+  EXPECT_EQ(tuning_for(built_in_tuning(), 4096).fused_combine_ctas, 24);
   EXPECT_EQ(tuning_for(built_in_tuning(), 1024).dispatch_ctas, 18);
   EXPECT_EQ(tuning_for(built_in_tuning(), 1024).fused_combine_ctas, 0);
   EXPECT_EQ(tuning_for(built_in_tuning(), 14336).fused_combine_ctas, 16);

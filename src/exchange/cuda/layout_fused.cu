@@ -17,6 +17,7 @@ constexpr int kWarps = kLayoutThreads / 32;
 constexpr int kOwnSums = 8192;    // counts that every CTA reads by itself
 constexpr int kHeldSlots = 3072;  // 24 slots a row of the tile
 constexpr int kBatch = 5;
+constexpr int kKeptTiles = 8;
 constexpr int kRowBits = 7;
 static_assert(kLayoutTile == 1 << kRowBits);
 
@@ -40,11 +41,11 @@ class CtaBarrier {
   __device__ __forceinline__ void arrive() const {
     if (!last_cta(q_, rank_, ticket_)) return;
     close_epoch(q_, rank_, signal_, epoch_);
-    if (threadIdx.x == 0) ptx::st_release_sys(&q_.control(rank_)->flag[signal_][rank_], epoch_);
+    if (threadIdx.x == 0) ptx::st_release_gpu(&q_.control(rank_)->flag[signal_][rank_], epoch_);
   }
   __device__ __forceinline__ void wait() const {
     if (threadIdx.x == 0) {
-      while (static_cast<std::int32_t>(ptx::ld_acquire_sys(&q_.control(rank_)->flag[signal_][rank_]) - epoch_) < 0) {
+      while (static_cast<std::int32_t>(ptx::ld_acquire_gpu(&q_.control(rank_)->flag[signal_][rank_]) - epoch_) < 0) {
       }
     }
     __syncthreads();
@@ -85,22 +86,33 @@ __device__ __forceinline__ void sum_all(const int* counts, int num_tiles, int L,
   __syncthreads();
 }
 
-// counts [num_tiles][L] become what lies before each tile, 32 experts a CTA at a time; totals go to `totals`.
+// counts [num_tiles][L] become what lies before each tile, 32 experts a CTA at a time; totals go to `totals`. A warp keeps the counts of its first tiles.
 __device__ __forceinline__ void scan_shared(int* counts, int num_tiles, int L, int* totals, int (&parts)[kWarps][32]) {
   const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
   const int per_warp = (num_tiles + kWarps - 1) / kWarps, begin = min(num_tiles, warp * per_warp), end = min(num_tiles, begin + per_warp);
   for (int e0 = static_cast<int>(blockIdx.x) * 32; e0 < L; e0 += max(1, num_tiles) * 32) {  // by the CTAs that have a tile
     const int e = e0 + lane;
-    int sum = 0;
-#pragma unroll 8
-    for (int t = begin; t < end; ++t) sum += e < L ? __ldcg(counts + static_cast<std::int64_t>(t) * L + e) : 0;
+    int sum = 0, kept[kKeptTiles];
+#pragma unroll
+    for (int i = 0; i < kKeptTiles; ++i) {
+      kept[i] = begin + i < end && e < L ? __ldcg(counts + static_cast<std::int64_t>(begin + i) * L + e) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kKeptTiles; ++i) sum += kept[i];
+#pragma unroll 4
+    for (int t = begin + kKeptTiles; t < end; ++t) sum += e < L ? __ldcg(counts + static_cast<std::int64_t>(t) * L + e) : 0;
     parts[warp][lane] = sum;
     __syncthreads();
     int before = 0, total = 0;
     for (int w = 0; w < kWarps; ++w) before += w < warp ? parts[w][lane] : 0, total += parts[w][lane];
     if (e < L) {
+#pragma unroll
+      for (int i = 0; i < kKeptTiles; ++i) {
+        if (begin + i < end) counts[static_cast<std::int64_t>(begin + i) * L + e] = before;
+        before += kept[i];
+      }
 #pragma unroll 4
-      for (int t = begin; t < end; ++t) {
+      for (int t = begin + kKeptTiles; t < end; ++t) {
         int* at = counts + static_cast<std::int64_t>(t) * L + e;
         const int n = __ldcg(at);
         *at = before, before += n;
@@ -116,28 +128,30 @@ __device__ __forceinline__ void add_offsets(const ExchangeParams& q, const RankC
   const int L = q.shape.L, a = q.shape.alignment, lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
   int* counts = handle_part<int>(call, q.shape.h_expert_counts);
   int* offsets = handle_part<int>(call, q.shape.h_expert_offsets);
-  int carry = 0;
-  for (int first = 0; first < L; first += kLayoutThreads) {
-    const int e = first + static_cast<int>(threadIdx.x), n = e < L ? sums.total[e] : 0, padded = (n + a - 1) / a * a;
-    const int scan = warp_inclusive(padded);
-    if (lane == 31) warp_sums[warp] = scan;
-    __syncthreads();
-    int offset = carry + scan - padded, all = 0;
-    for (int w = 0; w < kWarps; ++w) offset += w < warp ? warp_sums[w] : 0, all += warp_sums[w];
-    if (e < L) {
-      sums.before[e] += offset;
-      if (blockIdx.x == 0) counts[e] = n, offsets[e] = offset;
-      if (a > 1 && e % num_ctas == static_cast<int>(blockIdx.x)) {  // padding of the experts this CTA takes
-        for (int s = offset + n; s < offset + padded; ++s) {
-          handle_part<int>(call, q.shape.h_slot_row)[s] = -1;
-          handle_part<float>(call, q.shape.h_slot_weight)[s] = 0.0f;
-        }
+  // A thread has `per` experts one behind the other.
+  const int per = (L + kLayoutThreads - 1) / kLayoutThreads, first = static_cast<int>(threadIdx.x) * per, end = min(L, first + per);
+  const auto padded = [a](int n) { return (n + a - 1) / a * a; };
+  int own = 0;
+  for (int e = first; e < end; ++e) own += padded(sums.total[e]);
+  const int scan = warp_inclusive(own);
+  if (lane == 31) warp_sums[warp] = scan;
+  __syncthreads();
+  int offset = scan - own, all = 0;
+  for (int w = 0; w < kWarps; ++w) offset += w < warp ? warp_sums[w] : 0, all += warp_sums[w];
+  for (int e = first; e < end; ++e) {
+    const int n = sums.total[e], next = offset + padded(n);
+    sums.before[e] += offset;
+    if (blockIdx.x == 0) counts[e] = n, offsets[e] = offset;
+    if (a > 1 && e % num_ctas == static_cast<int>(blockIdx.x)) {  // padding of the experts this CTA takes
+      for (int s = offset + n; s < next; ++s) {
+        handle_part<int>(call, q.shape.h_slot_row)[s] = -1;
+        handle_part<float>(call, q.shape.h_slot_weight)[s] = 0.0f;
       }
     }
-    carry += all;
-    __syncthreads();
+    offset = next;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) offsets[L] = header_of(call)->S_padded = carry;
+  __syncthreads();
+  if (blockIdx.x == 0 && threadIdx.x == 0) offsets[L] = header_of(call)->S_padded = all;
 }
 
 // Starts the copy of the weights of the held slots: each thread those that it scatters itself.
@@ -269,7 +283,7 @@ std::size_t fused_smem(const ExchangeShape& shape) { return layout_smem(shape) +
 }  // namespace
 
 int layout_fused_ctas(const ExchangeShape& shape, int num_sms) {
-  if (fused_smem(shape) > 112 * 1024) return 0;
+  if (fused_smem(shape) > 128 * 1024) return 0;
   int blocks = 0;
   with_kernel(shape, [&](auto kernel) {
     if (fused_smem(shape) > kPlainSharedBytes) {
