@@ -196,7 +196,8 @@ area_bindings() {
     name="bindings, $framework" log=$work/bindings_$framework.log
     if [ -z "${WAYBILL_LIBRARY:-}" ] || { [ $framework = jax ] && [ -z "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
       note "$name" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
-    elif ! (cd bindings/tests && PYTHONPATH=$PWD/../python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider "cuda/${framework}_cuda_test.py" "cuda/${framework}_block_cuda_test.py") >"$log" 2>&1; then
+    elif ! (cd bindings/tests && PYTHONPATH=$PWD/../python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider "cuda/${framework}_cuda_test.py" "cuda/${framework}_block_cuda_test.py" \
+         "cuda/${framework}_recipes_cuda_test.py") >"$log" 2>&1; then
       note "$name" failed
       tail -20 "$log" >&2
     elif grep -q '[0-9] passed' "$log"; then

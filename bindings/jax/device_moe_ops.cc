@@ -31,7 +31,7 @@ struct Call {
     at = Place(device, stream);
     wb_moe_config config{};
     if (!read_config(bytes, config)) return refuse("the block's config has another size");
-    WB_FFI_TRY(DeviceLayers::instance().get(config, static_cast<std::int32_t>(P), device, nullptr, P == 1, &layer));
+    WB_FFI_TRY(DeviceLayers::instance().get(config, static_cast<std::int32_t>(P), device, 0, nullptr, P == 1, &layer));
     if (layer == nullptr) return refuse("this process has not made the layer of this program; trace it here");
     (void)wb_moe_forward_options_init(&options, sizeof(options));
     x = to_tensor(rows, at);
@@ -103,7 +103,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_moe_backward_cuda, backward,
 
 // For Python (ctypes): a wb_status. Collective over the group's processes; waits for the device.
 extern "C" __attribute__((visibility("default"))) int wbx_make_device_layer(const wb_moe_config* config, std::int32_t P, std::int32_t device,
-                                                                            const wb_process_group* group) {
+                                                                            std::int32_t index, const wb_process_group* group) {
   wb_device_moe* layer = nullptr;
-  return waybill::jax::DeviceLayers::instance().get(*config, P, device, group, true, &layer);
+  return waybill::jax::DeviceLayers::instance().get(*config, P, device, index, group, true, &layer);
 }

@@ -36,3 +36,7 @@ wb_status wb_device_exchange_combine_backward(wb_device_exchange*, const wb_rout
                                               const wb_stream*) noexcept {
   return refuse();
 }
+wb_status wb_device_exchange_dispatch_start(wb_device_exchange*, const wb_route*, const wb_tensor*, const wb_stream*) noexcept { return refuse(); }
+wb_status wb_device_exchange_dispatch_done(wb_device_exchange*, const wb_tensor*, int32_t*, int32_t*, const wb_stream*) noexcept { return refuse(); }
+wb_status wb_device_exchange_combine_start(wb_device_exchange*, const wb_route*, const wb_tensor*, const wb_stream*) noexcept { return refuse(); }
+wb_status wb_device_exchange_combine_done(wb_device_exchange*, const wb_tensor*, const wb_stream*) noexcept { return refuse(); }

@@ -210,6 +210,10 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_device_exchange_dispatch": (i32, [_handle, c.POINTER(Route), _tensor, _tensor, c.c_void_p, c.c_void_p, c.POINTER(Stream)]),
     "wb_device_exchange_combine": (i32, [_handle, c.POINTER(Route), _tensor, i32, _tensor, c.POINTER(Stream)]),
     "wb_device_exchange_combine_backward": (i32, [_handle, c.POINTER(Route), _tensor, _tensor, _tensor, c.c_void_p, c.POINTER(Stream)]),
+    "wb_device_exchange_dispatch_start": (i32, [_handle, c.POINTER(Route), _tensor, c.POINTER(Stream)]),
+    "wb_device_exchange_dispatch_done": (i32, [_handle, _tensor, c.c_void_p, c.c_void_p, c.POINTER(Stream)]),
+    "wb_device_exchange_combine_start": (i32, [_handle, c.POINTER(Route), _tensor, c.POINTER(Stream)]),
+    "wb_device_exchange_combine_done": (i32, [_handle, _tensor, c.POINTER(Stream)]),
     "wb_device_moe_get_status": (i32, [_handle, c.POINTER(StepStatus), c.POINTER(Stream)]),
     "wb_update_expert_bias": (i32, [c.c_void_p, c.c_void_p, i64, f32, i32]),
 }  # fmt: skip

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as c
 import importlib.util
+import math
 import os
 import socket
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from . import _abi, _core
 from ._library import check, library
@@ -70,6 +72,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextlib.contextmanager
+def group_of(peers: Peers | None, device: int) -> Iterator[Any]:
+    """The wb_process_group of these peers by reference, None for one process alone. Collective: rank 0 gives out a port."""
+    if peers is None or peers.size <= 1:
+        yield None
+        return
+    check_environment()
+    port = peers.publish(free_port() if peers.rank == 0 else 0)
+    yield c.byref(_abi.ProcessGroup(struct_size=c.sizeof(_abi.ProcessGroup), rank=peers.rank, size=peers.size, device=device, port=port,
+                                    address=peers.address.encode()))  # fmt: skip
+
+
+def num_slots(config: _abi.ExchangeConfig, P: int) -> int:
+    """The slot budget with the padding that alignment may add; include/waybill/exchange.h, receive_budget."""
+    L, tokens = config.E // P, P * config.T_max
+    slots = tokens * min(config.K, L)
+    if config.receive_factor > 0:
+        slots = min(slots, math.ceil(config.receive_factor * config.T_max * config.K))
+    by_slots = slots + (config.alignment - 1) * min(L, slots)
+    return min(by_slots // config.alignment * config.alignment, L * (-(-tokens // config.alignment) * config.alignment))
+
+
 class Layer(_core.Handle):
     """Owner of a wb_device_moe. Creation is collective where there are peers, and waits for the device."""
 
@@ -77,15 +101,10 @@ class Layer(_core.Handle):
 
     def __init__(self, struct: _abi.MoeConfig, device: int, peers: Peers | None = None) -> None:
         super().__init__()
-        group = None
-        if peers is not None and peers.size > 1:
-            check_environment()
-            port = peers.publish(free_port() if peers.rank == 0 else 0)
-            group = c.byref(_abi.ProcessGroup(struct_size=c.sizeof(_abi.ProcessGroup), rank=peers.rank, size=peers.size, device=device, port=port,
-                                              address=peers.address.encode()))  # fmt: skip
         self.P = peers.size if peers is not None else 1
         self.struct, self.device, self.saved_bytes = struct, device, saved_bytes(struct, self.P)
-        check(library().wb_device_moe_create(c.byref(struct), device, group, c.byref(self.handle)))
+        with group_of(peers, device) as group:
+            check(library().wb_device_moe_create(c.byref(struct), device, group, c.byref(self.handle)))
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # CUDA and the peers may be gone

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JAX ops on a GPU against the same ops on the CPU, which jax/ops_test.py holds against plain JAX. Programs run as command buffers, repeats are bit-equal."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from conftest import jax_gpus, needs_jax_gpu, relative
@@ -8,6 +10,7 @@ from conftest import jax_gpus, needs_jax_gpu, relative
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 wbj = pytest.importorskip("waybill.jax")
+from waybill.jax import _ffi  # noqa: E402
 
 pytestmark = needs_jax_gpu()
 
@@ -163,9 +166,72 @@ def test_dispatch_and_combine_are_those_of_the_cpu(dtype, bound, alignment, fact
         assert a.dtype == b.dtype and relative(a.astype(np.float64), b.astype(np.float64)) < bound
 
 
-def test_ops_without_a_cuda_form_refuse_with_their_name():
-    x, ids, weights = on(jax_gpus()[0], (jnp.zeros((2, 8)), jnp.zeros((2, 1), jnp.int16), jnp.ones((2, 1))))
-    with pytest.raises(NotImplementedError, match="x is on gpu; this op computes on the CPU only"):
-        wbj.dispatch_start(x, ids, weights, E=2)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="this op computes on the CPU only"):
-        jax.block_until_ready(jax.jit(lambda *o: wbj.dispatch_done(wbj.dispatch_start(*o, E=2)))(x, ids, weights))
+def pair_counts():
+    """Done calls on GPUs so far, and those that found their start."""
+    numbers = [ctypes.c_int64() for _ in range(2)]
+    _ffi.load().wbx_device_pair_counts(*numbers)
+    return np.array([number.value for number in numbers])
+
+
+def pair_operands(dtype=jnp.float32):
+    T, E, K, H = 96, 8, 3, 64
+    rng = np.random.default_rng(7)
+    ids = np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int16)
+    return on(jax_gpus()[0], (normal(1, T, H, dtype=dtype), jnp.asarray(ids), normal(2, T, K), normal(3, H, H)))
+
+
+def whole(x, ids, weights, other):
+    slots = wbj.dispatch(x, ids, weights, E=8)
+    return wbj.combine(jnp.tanh(slots.rows), ids, weights, E=8), other @ other
+
+
+def paired(x, ids, weights, other):
+    first = wbj.dispatch_start(x, ids, weights, E=8)
+    between = other @ other  # independent work
+    slots = wbj.dispatch_done(first)
+    return wbj.combine_done(wbj.combine_start(jnp.tanh(slots.rows), ids, weights, E=8)), between
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_pairs_give_the_bits_and_gradients_of_the_whole_calls(dtype):
+    operands = pair_operands(dtype)
+
+    def run(block):
+        def objective(x, weights):
+            out, between = block(x, operands[1], weights, operands[3])
+            return jnp.square(out).sum() + between.sum(), out
+
+        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))
+
+    want, compiled, before = run(whole)(operands[0], operands[2]), run(paired), pair_counts()
+    for repeat in range(1, 4):
+        got = compiled(operands[0], operands[2])
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        assert (pair_counts() - before).tolist() == [2 * repeat, 2 * repeat]
+
+
+def test_two_pairs_in_flight_and_pairs_in_a_loop_are_right():
+    x, ids, weights, other = pair_operands()
+
+    def two(x, ids, weights, other):
+        pending = [wbj.dispatch_start(x * scale, ids, weights, E=8) for scale in (1.0, 2.0)]
+        slots = [wbj.dispatch_done(one).rows for one in pending]
+        return wbj.combine(jnp.tanh(slots[0]) + slots[1], ids, weights, E=8)
+
+    rows = [wbj.dispatch(x * scale, ids, weights, E=8).rows for scale in (1.0, 2.0)]
+    want = wbj.combine(jnp.tanh(rows[0]) + rows[1], ids, weights, E=8)
+    for _ in range(3):
+        assert np.asarray(jax.jit(two)(x, ids, weights, other)).tobytes() == np.asarray(want).tobytes()
+
+    def loop(block):
+        return jax.jit(lambda x: jax.lax.scan(lambda x, _: (block(x, ids, weights, other)[0].astype(x.dtype), None), x, None, length=4)[0])
+
+    assert np.asarray(loop(paired)(x)).tobytes() == np.asarray(loop(whole)(x)).tobytes()
+
+
+def test_a_pair_over_two_programs_is_the_whole_call():
+    x, ids, weights, _ = pair_operands()
+    pending = jax.jit(lambda *operands: wbj.dispatch_start(*operands, E=8))(x, ids, weights)
+    got, want = jax.jit(wbj.dispatch_done)(pending), wbj.dispatch(x, ids, weights, E=8)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, want, strict=True))

@@ -37,8 +37,14 @@ def routes(mesh, put):
         slots = wbj.dispatch(x, ids, weights, E=E, axis_name="expert")
         return wbj.combine(slots.rows, ids, weights, E=E, axis_name="expert"), slots.group_sizes, slots.valid.reshape(1)
 
-    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=Spec("expert"), out_specs=Spec("expert")))
-    for _ in range(3):
+    def pairs(x, ids, weights):
+        first = wbj.dispatch_start(x, ids, weights, E=E, axis_name="expert")
+        slots = wbj.dispatch_done(first)
+        second = wbj.combine_start(slots.rows, ids, weights, E=E, axis_name="expert")
+        return wbj.combine_done(second), slots.group_sizes, slots.valid.reshape(1)
+
+    steps = [jax.jit(jax.shard_map(function, mesh=mesh, in_specs=Spec("expert"), out_specs=Spec("expert"))) for function in (body, pairs)]
+    for step in 3 * steps:
         out, sizes, valid = step(*(put(array, Spec("expert")) for array in (x, ids, np.ones((P * T, K), np.float32))))
         assert (np.asarray(out.addressable_shards[0].data) == K * x[index * T : (index + 1) * T]).all()
         L = E // P

@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 wbt = pytest.importorskip("waybill.torch")
+import waybill  # noqa: E402
 from waybill._library import has_cuda  # noqa: E402
 
 pytestmark = [pytest.mark.skipif(not has_cuda(), reason="libwaybill.so was built without CUDA"),
@@ -153,6 +154,66 @@ def test_compiled_code_calls_the_ops():
     got = torch.autograd.grad(out.square().mean() + loss, rest[:3])
     for a, b in zip((out, *got), step(x, *rest)):
         assert relative(a, b) < 2e-2
+
+
+def slots_of(dtype, **options):
+    """An exchange of one rank, its operands on the CPU, and a block over them."""
+    T, E, K, H = 70, 8, 3, 64
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(torch.int16)
+    ids[::9] = -1  # padding
+    exchange = wbt.Exchange(waybill.single(), H=H, E=E, K=K, **options)
+
+    def block(x, ids, weights):
+        slots = exchange.dispatch_slots(x, ids, weights)
+        return exchange.combine_slots(slots.rows * 2, ids, weights), slots
+
+    return block, (torch.randn(T, H).to(dtype), ids, torch.randn(T, K)), torch.randn(T, H)
+
+
+def run_slots(block, x, ids, weights, d_out):
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out, slots = block(x, ids, weights)
+    return [out.detach(), *torch.autograd.grad(out, (x, weights), d_out)], [part.detach() for part in slots]
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_slots_are_those_of_the_cpu(dtype, bound, alignment):
+    block, operands, d_out = slots_of(dtype, alignment=alignment)
+    want, want_slots = run_slots(block, *operands, d_out)
+    given = [part.cuda() for part in operands]
+    got, slots = run_slots(block, *given, d_out.cuda())
+    used = len(want_slots[0])
+    assert torch.equal(slots[0][:used].cpu(), want_slots[0]) and slots[0][used:].abs().max() == 0
+    assert torch.equal(slots[1].cpu(), want_slots[1]) and int(slots[2]) == 1
+    for a, b in zip(got, want):
+        assert a.dtype == b.dtype and relative(a, b) < bound
+    again, _ = run_slots(torch.compile(block, backend="aot_eager", fullgraph=True), *given, d_out.cuda())
+    assert all(torch.equal(a, b) for a, b in zip(again, got))
+
+
+def test_slots_wait_for_nothing_are_captured_and_keep_to_their_budget():
+    block, operands, d_out = slots_of(torch.float32, receive_factor=0.25)
+    _, slots = run_slots(block, *(part.cuda() for part in operands), d_out.cuda())
+    assert int(slots[2]) == 0 and slots[0].abs().max() == 0 and slots[1].abs().max() == 0
+    block, operands, d_out = slots_of(torch.float32)
+    x, ids, weights = (part.cuda() for part in operands)
+    block(x, ids, weights)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        block(x, ids, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = block(x, ids, weights)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, block(x, ids, weights)[0])
+    with pytest.raises(ValueError, match="x has 140 rows, this exchange's T_max is 70"):
+        block(x.repeat(2, 1), ids.repeat(2, 1), weights.repeat(2, 1))
 
 
 def test_refusals_name_what_is_wrong(monkeypatch):

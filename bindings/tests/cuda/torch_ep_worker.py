@@ -105,6 +105,23 @@ def differing(ep):
         raise AssertionError("differing configs were accepted")
 
 
+def routes(ep):
+    """dispatch and combine with experts that change nothing and unit weights: each token comes back K times, exactly."""
+    E, K = 8, 3
+    torch.manual_seed(5)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(ep.size * T)]).to(torch.int16).cuda()
+    x = torch.randint(-15, 16, (ep.size * T, 64), device="cuda").float()
+    mine, L = slice(ep.rank * T, (ep.rank + 1) * T), E // ep.size
+    exchange = wbt.Exchange(ep, H=64, E=E, K=K)
+    for _ in range(3):
+        leaf, ones = x[mine].clone().requires_grad_(), torch.ones(T, K, device="cuda")
+        slots = exchange.dispatch_slots(leaf, ids[mine], ones)
+        out = exchange.combine_slots(slots.rows, ids[mine], ones)
+        (gradient,) = torch.autograd.grad(out, leaf, x[mine])
+        assert torch.equal(out, K * x[mine]) and torch.equal(gradient, K * x[mine]) and int(slots.valid) == 1
+        assert slots.group_sizes.tolist() == torch.bincount(ids.flatten().long(), minlength=E)[ep.rank * L : (ep.rank + 1) * L].tolist()
+
+
 def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
@@ -114,6 +131,7 @@ def main():
         print(f"rank {ep.rank}: {name} agrees", flush=True)
     replay(block, ep)
     overflow(ep)
+    routes(ep)
     differing(ep)
     torch.cuda.synchronize()
     dist.barrier()

@@ -103,6 +103,38 @@ def test_a_block_of_ops_compiles_and_trains_the_same():
             assert relative(mine, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("P", [1, 2])
+def test_two_steps_are_the_four(P):
+    E, K, H, T = 4, 2, 8, 10
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(P * T)]).to(torch.int16)
+    ids[3] = -1
+    x, weights = torch.randn(P * T, H), torch.rand(P * T, K)
+
+    def body(fabric):
+        exchange = wbt.Exchange(fabric, H=H, E=E, K=K, alignment=4)
+        mine = slice(fabric.rank * T, (fabric.rank + 1) * T)
+
+        def run(steps):
+            a, w = x[mine].clone().requires_grad_(), weights[mine].clone().requires_grad_()
+            out = steps(a, ids[mine], w)
+            return [out, *torch.autograd.grad(out.square().sum(), (a, w))]
+
+        def four(a, ids, w):
+            plan = exchange.plan(ids, w)
+            slots = exchange.permute(exchange.dispatch(a, plan), plan)
+            return exchange.combine(exchange.unpermute(3 * slots, plan), plan)
+
+        def two(a, ids, w):
+            slots = exchange.dispatch_slots(a, ids, w)
+            assert int(slots.group_sizes.sum()) == len(slots.rows) and int(slots.valid) == 1
+            return exchange.combine_slots(3 * slots.rows, ids, w)
+
+        assert all(torch.equal(one, other) for one, other in zip(run(four), run(two)))
+        return True
+
+    assert waybill.Group(P).run(body) == [True] * P
+
+
 def test_refusals_name_what_is_wrong(monkeypatch):
     config = wbt.RouterConfig(E=4, K=2)
     with pytest.raises(ValueError, match="logits is float64, allowed are float32, bfloat16, float16"):

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch and combine on GPUs: one rank of one process; every call plans its batch again.
+// Dispatch and combine on GPUs: one rank of one process; every call plans its batch again. As pairs the transfer runs on a stream of its own.
+#include "capi/cuda/in_flight.h"
 #include "capi/cuda/process_memory.h"
 #include "capi/handles.h"
 #include "core/cuda/cuda_error.h"
@@ -45,13 +46,24 @@ struct wb_device_exchange {
   // Offsets of the experts' groups; the layout must have been queued.
   TensorView offsets() const { return TensorView(const_cast<std::int32_t*>(exchange.expert_offsets(handle, 0)), DType::kI32, {L() + 1}, where); }
 
+  // Checked before anything is queued: [rows, H] of f32 (or bf16, where that is allowed), on the exchange's device.
+  TensorView checked_rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const {
+    const TensorView view = to_view(tensor, name, Memory::kAny);
+    WB_CHECK(view.rank == 2 && view.shape[0] == count && view.shape[1] == config.H && view.device == where && view.is_contiguous() &&
+                 (view.dtype == DType::kF32 || (or_bf16 && view.dtype == DType::kBF16)),
+             "{} must be contiguous f32{} [{}, {}] on {}, got {}", name, or_bf16 ? " or bf16" : "", count, config.H, to_string(where), view.describe());
+    return view;
+  }
+  void clear_rest(const TensorView& slots, cudaStream_t stream) const { group_rows({{}, offsets(), slots, slots.shape[0]}, Stream{where, stream, nullptr}); }
+
   ExchangeConfig config;
   Device where;
   std::unique_ptr<ProcessMemory> memory;
   cuda::DeviceExchange exchange;
   std::uint64_t rows_window, partials_window;
   cuda::DeviceHandle handle;
-  cuda::DeviceBuffer d_slots;  // f32 [S]
+  cuda::DeviceBuffer d_slots;                      // f32 [S]
+  std::unique_ptr<waybill::capi::InFlight> begun;  // made by the first start
 };
 
 namespace {
@@ -73,21 +85,51 @@ struct Batch {
     route[0] = {view.ids, view.weights, view.T};
     stream = static_cast<cudaStream_t>(stream_on(on, own.where, "the exchange").native);
   }
-  // Checked before anything is queued: [rows, H] of f32 (or bf16, where that is allowed), on the exchange's device.
-  TensorView rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const {
-    const TensorView view = to_view(tensor, name, Memory::kAny);
-    WB_CHECK(view.rank == 2 && view.shape[0] == count && view.shape[1] == own.config.H && view.device == own.where && view.is_contiguous() &&
-                 (view.dtype == DType::kF32 || (or_bf16 && view.dtype == DType::kBF16)),
-             "{} must be contiguous f32{} [{}, {}] on {}, got {}", name, or_bf16 ? " or bf16" : "", count, own.config.H, to_string(own.where), view.describe());
-    return view;
-  }
+  TensorView rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const { return own.checked_rows(tensor, count, or_bf16, name); }
   std::int64_t slots() const { return own.exchange.budget().padded_slots; }
   void plan() {
-    own.exchange.plan(own.handle, route, stream);
-    own.exchange.layout(own.handle, stream);
+    order_behind_transfers(own.where.index, stream);
+    plan_on(stream);
   }
-  void clear_rest(const TensorView& slots) const { group_rows({{}, own.offsets(), slots, slots.shape[0]}, Stream{own.where, stream, nullptr}); }
+  void plan_on(cudaStream_t queue) {
+    own.exchange.plan(own.handle, route, queue);
+    own.exchange.layout(own.handle, queue);
+  }
 };
+
+// From the rows in the window to the slots, their sizes and whether the budgets held.
+void write_slots(const wb_device_exchange& own, const TensorView& to, std::int32_t* sizes, std::int32_t* valid, cudaStream_t stream) {
+  const cuda::DeviceRows received[] = {own.at(own.rows_window)}, sorted[] = {{to.data, 0}};
+  own.exchange.permute(own.handle, to.dtype, received, sorted, stream);
+  own.clear_rest(to, stream);
+  cuda::launch_slot_sizes(own.exchange.header(own.handle, 0), own.exchange.expert_offsets(own.handle, 0), static_cast<std::int32_t>(own.L()), sizes, valid,
+                          stream);
+  cuda::check_launch("exchange_slot_sizes");
+}
+
+// Before the operands of a start: what was begun before has let go of them, whether its done came or not.
+InFlight& begin(Batch& batch) {
+  wb_device_exchange& own = batch.own;
+  if (own.begun == nullptr) {
+    own.begun = std::make_unique<InFlight>(own.config, own.where.index);
+    own.exchange.tuning().fused_plan = false;  // a kernel of another stream may wait for peers, too
+  }
+  own.begun->kind = InFlight::Kind::kNone;
+  order_behind_transfers(own.where.index, batch.stream);
+  own.begun->finished.wait_on(batch.stream);
+  return *own.begun;
+}
+
+// What a done finishes; `name` of its start is in the error.
+InFlight& begun(wb_device_exchange& own, InFlight::Kind kind, const char* name) {
+  WB_CHECK(own.begun != nullptr && own.begun->kind == kind, "nothing was begun by {} on this exchange", name);
+  own.begun->kind = InFlight::Kind::kNone;
+  return *own.begun;
+}
+
+void copy(const cuda::DeviceBuffer& to, const void* from, std::int64_t count, DType dtype, cudaStream_t stream) {
+  WB_TRY_CUDA(cudaMemcpyAsync(to.data(), from, static_cast<std::size_t>(count) * size_bytes(dtype), cudaMemcpyDeviceToDevice, stream));
+}
 
 }  // namespace
 
@@ -111,14 +153,48 @@ wb_status wb_device_exchange_dispatch(wb_device_exchange* exchange, const wb_rou
     WB_CHECK(from.dtype == to.dtype, "x is {}, slots {}", to_string(from.dtype), to_string(to.dtype));
     (void)required(sizes, "sizes"), (void)required(valid, "valid");
     const cuda::DeviceGuard guard(own.where.index);
-    const cuda::DeviceRows sent[] = {{from.data, 0}}, received[] = {own.at(own.rows_window)}, sorted[] = {{to.data, 0}};
+    const cuda::DeviceRows sent[] = {{from.data, 0}};
     batch.plan();
     own.exchange.dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, batch.stream);
-    own.exchange.permute(own.handle, from.dtype, received, sorted, batch.stream);
-    batch.clear_rest(to);
-    cuda::launch_slot_sizes(own.exchange.header(own.handle, 0), own.exchange.expert_offsets(own.handle, 0), static_cast<std::int32_t>(own.L()), sizes, valid,
-                            batch.stream);
-    cuda::check_launch("exchange_slot_sizes");
+    write_slots(own, to, sizes, valid, batch.stream);
+  });
+}
+
+wb_status wb_device_exchange_dispatch_start(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* x, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    Batch batch(exchange, route, stream);
+    wb_device_exchange& own = batch.own;
+    const TensorView from = batch.rows(x, batch.T, true, "x");
+    const cuda::DeviceGuard guard(own.where.index);
+    InFlight& to = begin(batch);
+    const std::int64_t routes = batch.T * own.config.K;
+    copy(to.x, from.data, from.size(), from.dtype, batch.stream);
+    copy(to.ids, batch.route[0].ids, routes, route_id_dtype(own.config.E), batch.stream);
+    copy(to.weights, batch.route[0].weights, routes, DType::kF32, batch.stream);
+    to.ready.record(batch.stream);
+    to.ready.wait_on(to.stream), to.read.wait_on(to.stream);
+    batch.route[0] = {to.ids.data(), to.weights.as<float>(), batch.T};
+    const cuda::DeviceRows sent[] = {{to.x.data(), 0}};
+    batch.plan_on(to.stream);
+    own.exchange.dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, to.stream);
+    to.finished.record(to.stream);
+    to.kind = InFlight::Kind::kDispatch, to.dtype = from.dtype, to.T = batch.T;
+  });
+}
+
+wb_status wb_device_exchange_dispatch_done(wb_device_exchange* exchange, const wb_tensor* slots, int32_t* sizes, int32_t* valid,
+                                           const wb_stream* stream) noexcept {
+  return guarded([&] {
+    wb_device_exchange& own = required(exchange, "exchange");
+    const TensorView to = own.checked_rows(slots, own.exchange.budget().padded_slots, true, "slots");
+    (void)required(sizes, "sizes"), (void)required(valid, "valid");
+    const auto queue = static_cast<cudaStream_t>(stream_on(stream, own.where, "the exchange").native);
+    const cuda::DeviceGuard guard(own.where.index);
+    InFlight& from = begun(own, InFlight::Kind::kDispatch, "wb_device_exchange_dispatch_start");
+    WB_CHECK(to.dtype == from.dtype, "slots is {}, x of the start was {}", to_string(to.dtype), to_string(from.dtype));
+    from.finished.wait_on(queue);
+    write_slots(own, to, sizes, valid, queue);
+    from.read.record(queue);
   });
 }
 
@@ -133,6 +209,39 @@ wb_status wb_device_exchange_combine(wb_device_exchange* exchange, const wb_rout
     batch.plan();
     own.exchange.unpermute_reduce(own.handle, from.dtype, sorted, weighted != 0, own.exchange.wire(), partials, /*z_in_window=*/true, batch.stream);
     own.exchange.combine(own.handle, own.partials_window, DType::kF32, sums, batch.stream);
+  });
+}
+
+wb_status wb_device_exchange_combine_start(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* y, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    Batch batch(exchange, route, stream);
+    wb_device_exchange& own = batch.own;
+    const TensorView from = batch.rows(y, batch.slots(), true, "y");
+    const cuda::DeviceGuard guard(own.where.index);
+    InFlight& to = begin(batch);
+    // The local sums on the caller's stream, so that y is not copied; what crosses the links on the other.
+    to.read.wait_on(batch.stream);
+    const cuda::DeviceRows sorted[] = {{from.data, 0}}, partials[] = {own.at(own.partials_window)}, sums[] = {{to.out.data(), 0}};
+    batch.plan_on(batch.stream);
+    own.exchange.unpermute_reduce(own.handle, from.dtype, sorted, /*weighted=*/true, own.exchange.wire(), partials, /*z_in_window=*/true, batch.stream);
+    to.ready.record(batch.stream);
+    to.ready.wait_on(to.stream);
+    own.exchange.combine(own.handle, own.partials_window, DType::kF32, sums, to.stream);
+    to.finished.record(to.stream);
+    to.kind = InFlight::Kind::kCombine, to.T = batch.T;
+  });
+}
+
+wb_status wb_device_exchange_combine_done(wb_device_exchange* exchange, const wb_tensor* out, const wb_stream* stream) noexcept {
+  return guarded([&] {
+    wb_device_exchange& own = required(exchange, "exchange");
+    const auto queue = static_cast<cudaStream_t>(stream_on(stream, own.where, "the exchange").native);
+    const TensorView to = own.checked_rows(out, own.begun == nullptr ? 0 : own.begun->T, false, "out");
+    const cuda::DeviceGuard guard(own.where.index);
+    InFlight& from = begun(own, InFlight::Kind::kCombine, "wb_device_exchange_combine_start");
+    from.finished.wait_on(queue);
+    if (to.size() > 0) WB_TRY_CUDA(cudaMemcpyAsync(to.data, from.out.data(), static_cast<std::size_t>(to.size()) * 4, cudaMemcpyDeviceToDevice, queue));
+    from.read.record(queue);
   });
 }
 
@@ -154,7 +263,7 @@ wb_status wb_device_exchange_combine_backward(wb_device_exchange* exchange, cons
     batch.plan();
     own.exchange.dispatch(own.handle, DType::kF32, sent, own.rows_window, /*after_plan=*/true, batch.stream);
     own.exchange.unpermute_backward(own.handle, of.dtype, sorted, /*weighted=*/true, DType::kF32, received, gradient, slot_values, batch.stream);
-    batch.clear_rest(to);
+    own.clear_rest(to, batch.stream);
     own.exchange.return_slot_values(own.handle, batch.route, returned, weights, batch.stream);
   });
 }

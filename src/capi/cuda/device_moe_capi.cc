@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "capi/cuda/in_flight.h"
 #include "capi/cuda/process_memory.h"
 #include "capi/moe_convert.h"
 #include "core/cuda/cuda_error.h"
@@ -174,6 +175,7 @@ wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* par
     const MoeTensors weights[] = {to_moe_tensors(parameters, "parameters", Memory::kAny)};
     const TensorView outs[] = {to.out};
     const cudaStream_t queue = native(stream, own.where);
+    order_behind_transfers(own.where.index, queue);
     const cuda::RelaxedCapture relaxed;  // a stream's first call makes the matmuls' workspace, also while it is captured
     own.layer.forward(weights, inputs, outs, own.step, given.options, queue);
     const cuda::DeviceGuard guard(own.where.index);
@@ -209,6 +211,7 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
       sums[0].gate = TensorView(own.gate_gradient.data(), DType::kF32, {own.config.E, own.config.H}, own.where);
     }
     const cudaStream_t queue = native(stream, own.where);
+    order_behind_transfers(own.where.index, queue);
     const cuda::RelaxedCapture relaxed;
     own.layer.restore(own.step, from.data, inputs[0], given.options, queue);
     cuda::DeviceMoeBackward backward;

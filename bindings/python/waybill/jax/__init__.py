@@ -2,8 +2,8 @@
 """Waybill for JAX: XLA FFI ops with custom VJPs, and the MoE block.
 
 All ops work under jit, grad, remat and vmap; those with `axis_name` inside jax.shard_map over devices of one process, or of several
-(jax.distributed). They run on the CPU, and all but the start/done pairs on CUDA devices where the library was built with CUDA: on XLA's stream, without
-a wait, in command buffers too. The pairs refuse arrays on a GPU with a clear error.
+(jax.distributed). They run on the CPU, and on CUDA devices where the library was built with CUDA: on XLA's stream, without a wait, in command buffers too
+(all but the start/done pairs).
 """
 
 try:

@@ -46,10 +46,12 @@ def _settings(setup: Setup, T: int) -> tuple[_abi.MoeConfig, Any]:
     return struct, _ffi.config_bytes(struct)
 
 
-def ensure(make: str, struct: Any, axis_name: str | None, P: int) -> None:
-    """Makes the layer or exchange of these settings on this process's GPUs, once; where the group has several processes this is collective."""
+def ensure(make: str, struct: Any, axis_name: str | None, P: int, index: int = 0) -> None:
+    """Makes the layer or exchange of these settings on this process's GPUs, once; where the group has several processes this is collective.
+
+    index: there may be several of the same settings."""
     global _number_of_groups
-    key = make.encode() + bytes(struct) + P.to_bytes(4, "little")
+    key = make.encode() + bytes(struct) + P.to_bytes(4, "little") + index.to_bytes(4, "little")
     if key in _made:
         return
     devices = [device for device in jax.local_devices() if device.platform == "gpu"]
@@ -68,7 +70,7 @@ def ensure(make: str, struct: Any, axis_name: str | None, P: int) -> None:
                                   address=peers.address.encode())  # fmt: skip
     lib = _ffi.load()
     for device in devices:
-        check(getattr(lib, make)(c.byref(struct), P, device.local_hardware_id, None if group is None else c.byref(group)))
+        check(getattr(lib, make)(c.byref(struct), P, device.local_hardware_id, index, None if group is None else c.byref(group)))
     _made.add(key)
 
 

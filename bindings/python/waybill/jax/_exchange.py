@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _abi
+from .. import _abi, _device
 from .._library import check, library
 from ..config import WIRES, choice
 from . import _device_block, _ffi
@@ -40,13 +40,7 @@ class _Setup(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """The slot budget with the padding that alignment may add; include/waybill/exchange.h, receive_budget."""
-        L, tokens = self.E // self.P, self.P * self.T
-        slots = tokens * min(self.K, L)
-        if self.receive_factor > 0:
-            slots = min(slots, math.ceil(self.receive_factor * self.T * self.K))
-        by_slots = slots + (self.alignment - 1) * min(L, slots)
-        return min(by_slots // self.alignment * self.alignment, L * (-(-tokens // self.alignment) * self.alignment))
+        return _device.num_slots(self.struct(), self.P)
 
     def struct(self) -> _abi.ExchangeConfig:
         config = _abi.ExchangeConfig()

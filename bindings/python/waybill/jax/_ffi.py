@@ -20,7 +20,8 @@ from . import _mesh
 
 TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "dispatch", "combine", "combine_backward",
            "dispatch_start", "dispatch_done", "combine_start", "combine_done", "ticket", "moe_forward", "moe_backward", *(ON_DEVICES := (
-               "device_moe_forward", "device_moe_backward", "device_dispatch", "device_combine", "device_combine_backward")))  # fmt: skip
+               "device_moe_forward", "device_moe_backward", "device_dispatch", "device_combine", "device_combine_backward",
+               "device_dispatch_start", "device_dispatch_done", "device_combine_start", "device_combine_done")))  # fmt: skip
 # Those with a CUDA form; the others refuse arrays on a GPU.
 CUDA_TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", *ON_DEVICES)
 
@@ -45,7 +46,8 @@ def load() -> ctypes.CDLL:
     lib.wbx_mesh_listen.restype, lib.wbx_mesh_listen.argtypes = c.c_int, [c.c_char_p, c.c_char_p, c.POINTER(c.c_int), c.c_char_p, c.c_int]
     lib.wbx_mesh_set_peer.restype, lib.wbx_mesh_set_peer.argtypes = None, [c.c_uint32, c.c_char_p, c.c_int]
     for make, config in ((lib.wbx_make_device_layer, _abi.MoeConfig), (lib.wbx_make_device_exchange, _abi.ExchangeConfig)):
-        make.restype, make.argtypes = c.c_int, [c.POINTER(config), c.c_int32, c.c_int32, c.POINTER(_abi.ProcessGroup)]
+        make.restype, make.argtypes = c.c_int, [c.POINTER(config), c.c_int32, c.c_int32, c.c_int32, c.POINTER(_abi.ProcessGroup)]
+    lib.wbx_device_pair_counts.restype, lib.wbx_device_pair_counts.argtypes = None, [c.POINTER(c.c_int64)] * 2
     lib.wbx_mesh_start.restype, lib.wbx_mesh_start.argtypes = None, [c.c_uint32, c.c_int64]
     for target in TARGETS:
         on_cpu = "wbx_refuse_cpu" if target in ON_DEVICES else f"wbx_{target}"

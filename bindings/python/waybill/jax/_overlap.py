@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch and combine as pairs: start sends on a thread of its own and returns, done waits. What the program does in between overlaps."""
+"""dispatch and combine as pairs: start sends on a thread (CPU) or stream (GPU) of its own and returns, done waits. What the program does in between overlaps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _exchange, _ffi
+from . import _device_block, _exchange, _ffi
 from ._exchange import Slots
 
 
@@ -29,16 +29,32 @@ class Pending:
 
 def _start(op: str, rows: jax.Array, ids: jax.Array, weights: jax.Array, setup: _exchange._Setup) -> Pending:
     operands = tuple(jax.lax.stop_gradient(array) for array in (rows, ids, weights))
+    if setup.on_gpu:  # calls of a program come in one order on all devices: no meeting is needed
+        for index in (0, 1):  # a done without its start does the whole call, on the exchange of the whole calls
+            _device_block.ensure("wbx_make_device_exchange", setup.struct(), setup.axis_name, setup.P, index)
+        handle = _ffi.call(f"device_{op}_start", _ffi.shape((2,), jnp.uint32), *operands, **setup.attributes())
+        return Pending(rows, ids, weights, jnp.zeros(4, jnp.uint32), handle, setup)
     place = setup.place(op, *operands)
     handle = _ffi.call(f"{op}_start", _ffi.shape((2,), jnp.uint32), place, *operands, **setup.attributes())
     return Pending(rows, ids, weights, place, handle, setup)
 
 
+def _done(op: str, results: Any, place: jax.Array, operands: tuple[jax.Array, ...], setup: _exchange._Setup) -> Any:
+    if setup.on_gpu:
+        return _ffi.call(f"device_{op}_done", results, *operands, **setup.attributes())
+    return _ffi.call(f"{op}_done", results, place, *operands, **setup.attributes())
+
+
 def dispatch_start(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1
+    x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
+    platform: str | None = None,
 ) -> Pending:
-    """Begins `dispatch` with the same arguments: x is copied, and travels on a thread of its own. Collective over the axis."""
-    x, setup = _exchange.prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment)
+    """Begins `dispatch` with the same arguments: x is copied, and travels on a thread of its own. Collective over the axis.
+
+    On a GPU it travels on a stream of its own, one call at a time: a second start before the first one's done leaves both to their dones, without overlap.
+    Every other collective of Waybill waits for it; XLA's own do not know of it.
+    """
+    x, setup = _exchange.prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, _device_block.platform(x, platform) == "cuda")
     return _start("dispatch", x, ids, jax.lax.stop_gradient(weights), setup)
 
 
@@ -48,9 +64,10 @@ def dispatch_done(pending: Pending) -> Slots:
 
 
 def combine_start(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
-                  combine_wire: str = "float32") -> Pending:  # fmt: skip
-    """Begins `combine` with the same arguments."""
-    y, weights, setup = _exchange.prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire)
+                  combine_wire: str = "float32", platform: str | None = None) -> Pending:  # fmt: skip
+    """Begins `combine` with the same arguments. See dispatch_start."""
+    y, weights, setup = _exchange.prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire,
+                                                  _device_block.platform(y, platform) == "cuda")  # fmt: skip
     return _start("combine", y, ids, weights, setup)
 
 
@@ -61,7 +78,7 @@ def combine_done(pending: Pending) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _dispatch_done(x: jax.Array, ids: jax.Array, weights: jax.Array, place: jax.Array, handle: jax.Array, setup: _exchange._Setup) -> Slots:
-    return Slots(*_ffi.call("dispatch_done", setup.slots(x.dtype), place, x, ids, weights, handle, **setup.attributes()))
+    return Slots(*_done("dispatch", setup.slots(x.dtype), place, (x, ids, weights, handle), setup))
 
 
 def _dispatch_done_forward(*arguments: Any) -> tuple[Slots, Any]:
@@ -78,7 +95,7 @@ _dispatch_done.defvjp(_dispatch_done_forward, _dispatch_done_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _combine_done(y: jax.Array, ids: jax.Array, weights: jax.Array, place: jax.Array, handle: jax.Array, setup: _exchange._Setup) -> jax.Array:
-    return _ffi.call("combine_done", _ffi.shape((setup.T, setup.H)), place, y, ids, weights, handle, **setup.attributes())
+    return _done("combine", _ffi.shape((setup.T, setup.H)), place, (y, ids, weights, handle), setup)
 
 
 def _combine_done_forward(*arguments: Any) -> tuple[jax.Array, Any]:

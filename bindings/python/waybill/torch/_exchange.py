@@ -13,9 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _core
+from .. import _abi, _core
+from .._library import check, library
+from ..config import WIRES, choice
 from ..group import Fabric
-from . import _views
+from . import _slots, _views
+from ._slots import Slots
 
 
 class Plan(NamedTuple):
@@ -190,13 +193,24 @@ class Exchange:
         rows = exchange.dispatch(x, plan)             # [R, H], each token once per rank that holds one of its experts
         slots = exchange.permute(rows, plan)          # [S, H], by local expert: the rows of grouped_matmul
         out = exchange.combine(exchange.unpermute(y, plan), plan)   # [T, H] float32
+
+    The same in two steps, on CPU and CUDA tensors, there the only form (ids int16, int32 above 32,768 experts; H a multiple of 8; one process a GPU):
+
+        slots = exchange.dispatch_slots(x, ids, weights)            # rows [S, H] by local expert, group_sizes [L], valid
+        out = exchange.combine_slots(y, ids, weights)               # [T, H] float32
+
+    T_max, receive_factor: of CUDA tensors. S = the slot budget of T_max tokens a rank (default: the T of the first call), ceil(receive_factor * T_max * K)
+    slots (0: the worst case) and the padding. The first call on a GPU allocates, is collective and cannot be captured; later ones queue on the current
+    stream and wait for nothing.
     """
 
     def __init__(self, fabric: Fabric, *, H: int, E: int, K: int, alignment: int = 1, combine_wire: str = "float32", hierarchy: str = "flat",
-                 debug_checks: bool = False) -> None:  # fmt: skip
+                 debug_checks: bool = False, T_max: int = 0, receive_factor: float = 0.0) -> None:  # fmt: skip
         self._core = _core.Exchange(fabric, H=H, E=E, K=K, alignment=alignment, combine_wire=combine_wire, hierarchy=hierarchy, debug_checks=debug_checks)
         self._number = _views.register(self._core)
-        self.H, self.E, self.K, self.fabric = H, E, K, fabric
+        self.H, self.E, self.K, self.fabric, self.T_max, self.receive_factor = H, E, K, fabric, T_max, receive_factor
+        self._alignment, self._wire = alignment, combine_wire
+        self._on_device: dict[int, _slots.DeviceExchange] = {}
 
     def plan(self, ids: Tensor, weights: Tensor) -> Plan:
         """ids [T, K] int16 or int32 (-1 = none), weights [T, K] float32; T may differ between ranks and may be 0."""
@@ -225,6 +239,51 @@ class Exchange:
         """z [R, H] float32 -> out [T, H] float32: the ranks' partial sums in rank order. Differentiable in z."""
         _views.check(z, "z", [torch.float32], ["R", self.H])
         return torch.ops.waybill.combine(z.contiguous(), plan.ids, plan.weights.detach(), plan.token, self._number)
+
+    def dispatch_slots(self, x: Tensor, ids: Tensor, weights: Tensor) -> Slots:
+        """plan, dispatch and permute: x [T, H] float32 or bfloat16, ids [T, K], weights [T, K] float32 -> Slots. Differentiable in x."""
+        self._check_routes(ids, weights, x)
+        _views.check(x, "x", _views.FLOATS, [ids.shape[0], self.H], on_cuda=True)
+        if x.is_cuda:
+            number = self._device_number(x, ids)
+            return Slots(*torch.ops.waybill.dispatch_cuda(x.contiguous(), ids.contiguous(), weights.detach().contiguous(), number))
+        plan = self.plan(ids, weights)
+        rows = self.permute(self.dispatch(x, plan), plan)
+        return Slots(rows, plan.expert_offsets.diff(), torch.ones((), dtype=torch.int32))
+
+    def combine_slots(self, y: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """unpermute and combine: y [S, H] of the experts -> out [T, H] float32, slots times their weights. ids and weights of dispatch_slots.
+
+        Differentiable in y and weights. On the CPU the batch is planned again."""
+        self._check_routes(ids, weights, y)
+        _views.check(y, "y", _views.FLOATS, ["S", self.H], on_cuda=True)
+        if y.is_cuda:
+            return torch.ops.waybill.combine_cuda(y.contiguous(), ids.contiguous(), weights.contiguous(), self._device_number(y, ids), True)
+        plan = self.plan(ids, weights)
+        return self.combine(self.unpermute(y, plan), plan)
+
+    def _check_routes(self, ids: Tensor, weights: Tensor, like: Tensor) -> None:
+        _views.check(ids, "ids", [torch.int16, torch.int32], ["T", self.K], like=like, on_cuda=True)
+        _views.check(weights, "weights", [torch.float32], [ids.shape[0], self.K], like=like, on_cuda=True)
+
+    def _device_number(self, x: Tensor, ids: Tensor) -> int:
+        own = self._on_device.get(x.device.index)
+        if own is None:
+            own = self._create_on_device(x.device.index, ids.shape[0])
+        if ids.shape[0] > own.T_max:
+            raise ValueError(f"x has {ids.shape[0]} rows, this exchange's T_max is {own.T_max}")
+        return own.number
+
+    @torch.compiler.disable(recursive=True)
+    def _create_on_device(self, device: int, T: int) -> _slots.DeviceExchange:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the first call of an Exchange on a GPU allocates and cannot be captured; run it once before the capture")
+        config = _abi.ExchangeConfig()
+        check(library().wb_exchange_config_init(c.byref(config), c.sizeof(config)))
+        config.H, config.E, config.K, config.T_max, config.alignment = self.H, self.E, self.K, max(self.T_max or T, 1), self._alignment
+        config.receive_factor, config.mode, config.combine_wire = self.receive_factor, 1, choice(self._wire, WIRES, "combine_wire")
+        own = self._on_device[device] = _slots.DeviceExchange(config, self.fabric, device)
+        return own
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes this rank has sent to other ranks so far, by kind."""

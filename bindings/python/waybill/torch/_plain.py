@@ -16,7 +16,7 @@ from torch._C import _are_functorch_transforms_active, _cuda_getCurrentRawStream
 from torch.autograd.function import once_differentiable
 
 from .. import _abi
-from .._library import check
+from .._library import check, library
 from . import _device
 
 _BF16 = torch.bfloat16
@@ -38,7 +38,9 @@ class Calls:
         T, kinds = x.numel() // layer.config.H, _device.ROW_DTYPES
         layer.check_rows(T)
         self._bytes = layer.bytes
-        self._forward, self._backward = layer.forward_function, layer.backward_function
+        # Functions of their own without argument types: what they are given are references and pointers made below, and a check of each costs half a microsecond.
+        self._forward, self._backward = (library()[name] for name in ("wb_device_moe_forward", "wb_device_moe_backward"))
+        self._factors, self._no_factors = c.c_void_p(), c.c_void_p()
         parameters, gradients = _abi.sized(_abi.MoeTensors), _abi.sized(_abi.MoeTensors)
         again = _abi.sized(_abi.MoeTensors)  # the backward's own: another thread than the forward's may run it
         for name, tensor, dtype in zip(names, tensors, taken):
@@ -120,7 +122,11 @@ class Calls:
             self._x_again.value, self._d_out.value, self._dx.value, self._from.value = x.data_ptr(), d_out.data_ptr(), dx.data_ptr(), saved.data_ptr()
             self._streams[1].value = _cuda_getCurrentRawStream(self.device)
             factors = self.layer.constant(loss_scale)
-            status = self._backward(*self._both, None if factors is None else factors.data_ptr(), self._back_stream)
+            if factors is None:
+                status = self._backward(*self._both, self._no_factors, self._back_stream)
+            else:
+                self._factors.value = factors.data_ptr()
+                status = self._backward(*self._both, self._factors, self._back_stream)
         if status:
             check(status)
         if True in self._narrow_sums:
