@@ -80,7 +80,8 @@ WB_API wb_status wb_device_exchange_combine_backward(wb_device_exchange* exchang
 /* dispatch and the weighted combine in two halves: start queues the transfer on a stream of the exchange's own, done makes `stream` wait for it and writes the
    results, those of the whole call bit for bit. What is queued on `stream` in between runs beside the transfer. Operands may be written again behind start
    on `stream`. One pair at a time an exchange: another start drops what was begun. The first start allocates; not in a capture. All ranks make the same
-   calls in one order. Every other exchange and MoE layer of this process on that GPU queues behind transfers in flight; other libraries' collectives do not. */
+   calls in one order. Every other exchange and MoE layer of this process on that GPU queues behind transfers in flight; graphs that are replayed and other
+   libraries' collectives do not. */
 WB_API wb_status wb_device_exchange_dispatch_start(wb_device_exchange* exchange, const wb_route* route, const wb_tensor* x,
                                                    const wb_stream* stream) WB_NOEXCEPT;
 WB_API wb_status wb_device_exchange_dispatch_done(wb_device_exchange* exchange, const wb_tensor* slots, int32_t* sizes, int32_t* valid,

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include "core/cuda/cuda_error.h"
+
 namespace waybill::capi {
 namespace {
 
@@ -45,6 +47,9 @@ InFlight::~InFlight() {
 void order_behind_transfers(int device, cudaStream_t on) {
   AllInFlight& everything = AllInFlight::instance();
   if (everything.count.load(std::memory_order_relaxed) == 0) return;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  WB_TRY_CUDA(cudaStreamIsCapturing(on, &capture));
+  if (capture != cudaStreamCaptureStatusNone) return;
   const std::lock_guard lock(everything.mutex);
   for (const InFlight* transfer : everything.all) {
     if (transfer->device != device) continue;

@@ -28,7 +28,8 @@ struct InFlight {
   int device;
 };
 
-// `stream` waits for every transfer in flight on the GPU. Costs nothing where there is none.
+// `stream` waits for every transfer in flight on the GPU. Costs nothing where there is none. A stream that is captured does not: a graph cannot know what is in
+// flight when it is replayed.
 void order_behind_transfers(int device, cudaStream_t stream);
 
 }  // namespace waybill::capi

@@ -52,7 +52,7 @@ def dispatch_start(
     """Begins `dispatch` with the same arguments: x is copied, and travels on a thread of its own. Collective over the axis.
 
     On a GPU it travels on a stream of its own, one call at a time: a second start before the first one's done leaves both to their dones, without overlap.
-    Every other collective of Waybill waits for it; XLA's own do not know of it.
+    Other calls of Waybill wait for it where they are not recorded in a command buffer; XLA's own collectives do not know of it.
     """
     x, setup = _exchange.prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, _device_block.platform(x, platform) == "cuda")
     return _start("dispatch", x, ids, jax.lax.stop_gradient(weights), setup)

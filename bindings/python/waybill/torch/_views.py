@@ -71,7 +71,7 @@ def register(value: Any) -> int:
 
 
 def lookup(number: int, what: str) -> Any:
-    value = _objects.get(number)
+    value = _objects.get(int(number))  # torch.compile may bring a symbol, which this makes a constant of the graph
     if value is None:
         raise RuntimeError(f"the {what} of this call no longer exists; keep it alive until the backward pass has run")
     return value
