@@ -1,28 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/cuda/growable_buffer.h"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
-
 #include "core/alloc_trace.h"
-#include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/driver_function.h"
 
 namespace waybill::cuda {
 namespace {
 
-// The driver's functions, found through the runtime, so that nothing links to libcuda.
-template <class Function>
-Function* driver_function(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  WB_TRY_CUDA(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result));
-  if (result != cudaDriverEntryPointSuccess || found == nullptr) WB_FAIL(ErrorCode::kUnsupported, "the driver has no {}", name);
-  return reinterpret_cast<Function*>(found);
-}
-
 struct Driver {
-#define WB_DRIVER(name) decltype(name)* name##_ = driver_function<decltype(name)>(#name)
+#define WB_DRIVER(name) decltype(name)* name##_ = driver_function<decltype(name)>(#name, 12000)
   WB_DRIVER(cuMemGetAllocationGranularity);
   WB_DRIVER(cuMemAddressReserve);
   WB_DRIVER(cuMemAddressFree);

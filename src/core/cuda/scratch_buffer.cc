@@ -18,6 +18,8 @@ RelaxedCapture::~RelaxedCapture() { WB_TRY_CUDA_NOEXCEPT(cudaThreadExchangeStrea
 
 namespace {
 
+thread_local bool t_is_rehearsal = false;
+
 // One pool a device for the process, visible to its own device alone. Freed memory stays in the pool: giving it back would unmap it in the middle of a step.
 cudaMemPool_t pool_of(int device) {
   static std::mutex mutex;
@@ -36,6 +38,10 @@ cudaMemPool_t pool_of(int device) {
 }
 
 }  // namespace
+
+Rehearsal::Rehearsal() { t_is_rehearsal = true; }
+Rehearsal::~Rehearsal() { t_is_rehearsal = false; }
+bool Rehearsal::is_on() { return t_is_rehearsal; }
 
 ScratchBuffer::~ScratchBuffer() {
   for (void* memory : retired_) WB_TRY_CUDA_NOEXCEPT(cudaFree(memory));
@@ -72,7 +78,7 @@ void ScratchBuffer::reserve(std::size_t bytes, bool zero, int device, cudaStream
     }
     data_ = fresh, bytes_ = bytes;
   }
-  is_captured_ = is_captured_ || is_capturing;
+  is_captured_ = is_captured_ || (is_capturing && !Rehearsal::is_on());
 }
 
 }  // namespace waybill::cuda

@@ -21,6 +21,16 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// While one lives, what this thread captures is thrown away: no graph will hold the memory.
+class Rehearsal {
+ public:
+  Rehearsal();
+  ~Rehearsal();
+  Rehearsal(const Rehearsal&) = delete;
+  Rehearsal& operator=(const Rehearsal&) = delete;
+  static bool is_on();
+};
+
 // Its memory comes from a stream-ordered pool of the device and not from cudaMalloc: where GPUs of one process see each other's memory, cudaMalloc and cudaFree
 // must map it for the peer too, and wait there for kernels that wait for the very step this memory is for.
 class ScratchBuffer {

@@ -284,7 +284,7 @@ bool DeviceExchange::ring_holds_slots() const {
 }
 
 void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
-                                        std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base) const {
+                                        std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base, int num_sms) const {
   const RowType type = row_type("reduce_and_combine: y", dtype), from = row_type("reduce_and_combine", partials());
   check_rows("reduce_and_combine: y", y, num_ranks(), config_.H, size_bytes(dtype));
   check_rows("reduce_and_combine: out", out, num_ranks(), config_.H, size_bytes(dtype));
@@ -297,7 +297,8 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
                          std::clamp(t.fused_stages, 1, 6),
                          std::clamp(t.reduce_stages, 1, 6)};
   const bool one_launch = num_nodes() == 1 && t.fused_combine_ctas > 0 && ring_holds_slots() && q.shape.D <= 32;
-  const int ctas = one_launch ? spinning_ctas(reduce_combine_kernel(type, from), kRowThreads, reduce_combine_smem(args), num_sms_) : 0;
+  const int wanted = num_sms > 0 ? std::min(num_sms, num_sms_) : num_sms_;
+  const int ctas = one_launch ? spinning_ctas(reduce_combine_kernel(type, from), kRowThreads, reduce_combine_smem(args), wanted) : 0;
   if (ctas < 2) {
     std::vector<DeviceRows> z;
     for (int i = 0; i < num_ranks(); ++i) z.push_back({params_.ranks.table.base[rank(i)] + window, 0});
@@ -308,6 +309,7 @@ void DeviceExchange::reduce_and_combine(const DeviceHandle& handle, DType dtype,
   set_base(q, base);
   args.combine_ctas = std::clamp(t.fused_combine_ctas, 1, ctas - 1);
   if (num_ranks() > 1) args.combine_ctas = std::min(args.combine_ctas, std::max(1, ctas / 4));
+  if (wanted < num_sms_) args.combine_ctas = std::min(args.combine_ctas, std::max(1, ctas / 3));  // a slot is read for each, a partial for each rank
   launch_reduce_combine(q, args, type, from, ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_reduce_combine");
 }

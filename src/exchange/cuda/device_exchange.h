@@ -168,9 +168,10 @@ class DeviceExchange {
   virtual void combine(const DeviceHandle& handle, std::uint64_t window, DType out_dtype, std::span<const DeviceRows> out, cudaStream_t stream,
                        std::span<const void* const> base = {}) const;
   // unpermute_reduce() into `window` and combine() from it, overlapped: one launch where the GPU allows, else the two. The same bits. dtype: of y
-  // and of out. The window's former partials must have been pulled on this stream's order, as for unpermute_reduce(z_in_window).
+  // and of out. The window's former partials must have been pulled on this stream's order, as for unpermute_reduce(z_in_window). num_sms: how many its one
+  // launch may take, beside kernels of another stream that wait for no rank; 0: all.
   void reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
-                          std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base = {}) const;
+                          std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base = {}, int num_sms = 0) const;
   // The same by push into slots [T_max * D, H] of `slots`, then a local sum. Needs layout().
   void combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
                     cudaStream_t stream) const;
@@ -185,8 +186,10 @@ class DeviceExchange {
   // part is left alone. One node: nothing.
   virtual void send_between_nodes(std::span<const void* const> send, std::span<void* const> receive, std::size_t bytes, cudaStream_t stream) const;
 
-  // Local steps; need layout(). y [S_padded, H] of `dtype` (f32 or bf16; permute takes any).
-  void permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
+  // Local steps; need layout(). y [S_padded, H] of `dtype` (f32 or bf16; permute takes any). columns: of a block of columns, whose first element the rows
+  // point to (strides are then needed); 0: all of H.
+  void permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream,
+               std::int64_t columns = 0) const;
   // The same in two halves: rows that a rank sent to itself come straight from its x [T, H], so that they can move while dispatch fills the
   // window (after layout(), on another stream); the others and the padding follow dispatch.
   void permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y, cudaStream_t stream) const;
@@ -197,7 +200,7 @@ class DeviceExchange {
                         cudaStream_t stream) const;
   // z [R, H] of z_dtype. z_in_window: z is memory that combine() reads on peers; the kernel waits until they have read what it held.
   void unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype, std::span<const DeviceRows> z,
-                        bool z_in_window, cudaStream_t stream) const;
+                        bool z_in_window, cudaStream_t stream, std::int64_t columns = 0) const;
   // dy (may be y) and d_weights [S_padded] (null pointers: none) from dz [R, H] of dz_dtype.
   void unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype, std::span<const DeviceRows> dz,
                           std::span<const DeviceRows> dy, std::span<float* const> d_weights, cudaStream_t stream) const;
@@ -241,7 +244,7 @@ class DeviceExchange {
   int local_ctas(int per_sm = 2) const;
   void set_base(ExchangeParams& q, std::span<const void* const> base) const;
   void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
-                    cudaStream_t stream) const;
+                    std::int64_t columns, cudaStream_t stream) const;
   DispatchArgs dispatch_args(DType dtype, std::span<const DeviceRows> x, std::uint64_t window, const Scales& scales) const;
 
   ExchangeConfig config_;

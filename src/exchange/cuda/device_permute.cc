@@ -7,18 +7,18 @@
 
 namespace waybill::cuda {
 
-void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
-                             cudaStream_t stream) const {
-  permute_part(handle, dtype, rows, y, kPermuteAll, stream);
+void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream,
+                             std::int64_t columns) const {
+  permute_part(handle, dtype, rows, y, kPermuteAll, columns > 0 ? columns : config_.H, stream);
 }
 void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y,
                                  cudaStream_t stream) const {
   check_one_node("permute_own()");
-  permute_part(handle, dtype, x, y, kPermuteOwn, stream);
+  permute_part(handle, dtype, x, y, kPermuteOwn, config_.H, stream);
 }
 void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
                                     cudaStream_t stream) const {
-  permute_part(handle, dtype, rows, y, kPermuteOthers, stream);
+  permute_part(handle, dtype, rows, y, kPermuteOthers, config_.H, stream);
 }
 
 void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> rows,
@@ -42,14 +42,14 @@ void DeviceExchange::permute_arriving(const DeviceHandle& handle, DType dtype, s
 }
 
 void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
-                                  cudaStream_t stream) const {
-  check_rows("permute: rows", rows, num_ranks(), config_.H, size_bytes(dtype));
-  check_rows("permute: y", y, num_ranks(), config_.H, size_bytes(dtype));
+                                  std::int64_t columns, cudaStream_t stream) const {
+  check_rows("permute: rows", rows, num_ranks(), columns, size_bytes(dtype));
+  check_rows("permute: y", y, num_ranks(), columns, size_bytes(dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{rows[0].stride == 0 ? config_.H : rows[0].stride,
-                      y[0].stride == 0 ? config_.H : y[0].stride,
-                      static_cast<std::int32_t>(config_.H),
+  const RowsArgs args{rows[0].stride == 0 ? columns : rows[0].stride,
+                      y[0].stride == 0 ? columns : y[0].stride,
+                      static_cast<std::int32_t>(columns),
                       0,
                       0,
                       part,
@@ -59,20 +59,21 @@ void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::
 }
 
 void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType z_dtype,
-                                      std::span<const DeviceRows> z, bool z_in_window, cudaStream_t stream) const {
+                                      std::span<const DeviceRows> z, bool z_in_window, cudaStream_t stream, std::int64_t columns) const {
+  if (columns == 0) columns = config_.H;
   const RowType from = row_type("unpermute_reduce: y", dtype), to = row_type("unpermute_reduce: z", z_dtype);
-  check_rows("unpermute_reduce: y", y, num_ranks(), config_.H, size_bytes(dtype));
-  check_rows("unpermute_reduce: z", z, num_ranks(), config_.H, size_bytes(z_dtype));
+  check_rows("unpermute_reduce: y", y, num_ranks(), columns, size_bytes(dtype));
+  check_rows("unpermute_reduce: z", z, num_ranks(), columns, size_bytes(z_dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < y.size(); ++i) q.call[i].a = y[i].data, q.call[i].c = z[i].data;
-  const RowsArgs args{z[0].stride == 0 ? config_.H : z[0].stride,
-                      y[0].stride == 0 ? config_.H : y[0].stride,
-                      static_cast<std::int32_t>(config_.H),
+  const RowsArgs args{z[0].stride == 0 ? columns : z[0].stride,
+                      y[0].stride == 0 ? columns : y[0].stride,
+                      static_cast<std::int32_t>(columns),
                       weighted ? 1 : 0,
                       z_in_window ? 1 : 0,
                       0};
   if ((tuning_.reduce == ReducePath::kAuto || tuning_.reduce == ReducePath::kBulk) && ring_holds_slots()) {
-    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuned(config_.H * static_cast<std::int64_t>(size_bytes(dtype))).reduce_stages, 1, 6),
+    launch_unpermute_bulk(q, args, from, to, local_ctas(1), std::clamp(tuned(columns * static_cast<std::int64_t>(size_bytes(dtype))).reduce_stages, 1, 6),
                           tuning_.overlap_launches, stream);
     return check_launch("exchange_unpermute_bulk");
   }

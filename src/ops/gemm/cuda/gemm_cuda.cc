@@ -189,6 +189,26 @@ void run_wgrad_part(const WgradPart& part, Stream stream) {
   check_launch("gemm_portable");
 }
 
+void run_product_part(const ProductPart& part, Stream stream) {
+  const int device = stream.device.index;
+  const auto native = static_cast<cudaStream_t>(stream.native);
+  const DeviceGuard guard(device);
+  const auto* weights = static_cast<const std::uint16_t*>(part.weights) + (part.is_dgrad ? part.first : part.first * part.k);
+  GroupedProblem p{};
+  p.form = part.is_dgrad ? GemmForm::kNN : GemmForm::kNT, p.output = GemmOutput::kBf16;
+  p.groups = part.groups, p.rows = part.rows, p.n = part.n, p.k = part.k;
+  p.a = part.a, p.b = weights, p.b_row_stride = part.is_dgrad ? part.whole_n : part.k, p.b_plane = part.k * part.whole_n;
+  p.offsets = part.offsets, p.d = part.d, p.status = part.status;
+  if (refuse_grouped(p, device).empty()) return run_grouped(p, choose_tuning(p, num_sms(device)), device, native);
+  PortableGemm g{};
+  g.a = {part.a, true, 0, part.k, 1, nullptr, 0};
+  g.b = {weights, true, part.k * part.whole_n, part.is_dgrad ? 1 : part.k, part.is_dgrad ? part.whole_n : 1, nullptr, 0};
+  g.groups = static_cast<int>(part.groups), g.rows = part.rows, g.n = part.n, g.k = part.k, g.offsets = part.offsets, g.d = part.d, g.d_is_bf16 = true;
+  g.status = part.status;
+  launch_gemm_portable(g, native);
+  check_launch("gemm_portable");
+}
+
 void register_gemm() {
   detail::g_gemm_device_backend = &kBackend;
   detail::g_group_rows_on_device = run_group_rows;

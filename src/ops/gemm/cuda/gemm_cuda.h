@@ -24,4 +24,16 @@ struct WgradPart {
 };
 void run_wgrad_part(const WgradPart& part, Stream stream);
 
+// Columns of a product that is ragged in its rows: d[s, j] = sum over k of a[s, k] w[g, first + j, k] (is_dgrad: w[g, k, first + j]), with the bits that the
+// product of all `whole_n` columns has there. a [rows, k], weights [groups, whole_n, k] ([groups, k, whole_n]), d [rows, n] bf16, contiguous.
+struct ProductPart {
+  bool is_dgrad;
+  const void *a, *weights;
+  const std::int32_t* offsets;
+  std::int64_t groups, rows, k, whole_n, first, n;
+  void* d;
+  StatusWord* status;
+};
+void run_product_part(const ProductPart& part, Stream stream);
+
 }  // namespace waybill::cuda

@@ -32,12 +32,16 @@ void fill_config(LaunchRoom& room, const GroupedLaunch& launch, int num_clusters
 
 }  // namespace
 
+// No lock is held while the driver is asked: it loads the kernel at the first question, which may wait for what runs on this device, and that for the thread of
+// another device which comes here, too.
 int resident_clusters(const GroupedLaunch& launch, int device) {
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, int> known;
-  const std::lock_guard lock(mutex);
-  const auto found = known.find({device, launch.kernel});
-  if (found != known.end()) return found->second;
+  {
+    const std::lock_guard lock(mutex);
+    const auto found = known.find({device, launch.kernel});
+    if (found != known.end()) return found->second;
+  }
   WB_TRY_CUDA(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.shared_bytes)));
   LaunchRoom room;
   fill_config(room, launch, 1, false, nullptr);
@@ -47,6 +51,7 @@ int resident_clusters(const GroupedLaunch& launch, int device) {
     WB_FAIL(ErrorCode::kUnsupported, "cuda:{} cannot hold a grouped matmul tile of 128 x {} in clusters of {} ({} bytes of shared memory)", device,
             launch.block_n, launch.cluster, launch.shared_bytes);
   }
+  const std::lock_guard lock(mutex);
   known[{device, launch.kernel}] = clusters;
   return clusters;
 }

@@ -126,8 +126,12 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
   GroupedParams params{};
   const std::int64_t a_rows = p.a_list != nullptr ? p.a_rows : p.rows;
   params.a = is_tn ? map("a", p.a, 0, a_rows, p.m, kBlockK / 2) : map("a", p.a, 0, a_rows, p.k, kBlockM / 2);
-  params.b = p.form == GemmForm::kNT   ? map("b", p.b, p.groups, p.n, p.k, tuning.tile.block_n / 2)
-             : p.form == GemmForm::kNN ? map("b", p.b, p.groups, p.k, p.n, kBlockK / 2)
+  const auto weights = [&](std::int64_t rows, std::int64_t columns, int box_rows) {
+    const std::int64_t stride = p.b_row_stride > 0 ? p.b_row_stride : columns, plane = p.b_plane > 0 ? p.b_plane : rows * columns;
+    return make_strided_tensor_map("b", DType::kBF16, p.b, p.groups, rows, columns, stride, plane, box_rows);
+  };
+  params.b = p.form == GemmForm::kNT   ? weights(p.n, p.k, tuning.tile.block_n / 2)
+             : p.form == GemmForm::kNN ? weights(p.k, p.n, kBlockK / 2)
                                        : map("b", p.b, 1, p.b_list != nullptr ? p.b_rows : p.rows, p.n, kBlockK / 2);
   const std::int64_t whole_m = p.whole_m > 0 ? p.whole_m : p.m, whole_n = p.whole_n > 0 ? p.whole_n : p.n;
   params.d_stride = whole_n, params.d_plane = whole_m * whole_n;
