@@ -135,6 +135,10 @@ TEST_P(MoeCudaOptions, CapacityModeDropsWhatTheCpuDrops) {
     c.expert_bias = true, c.aux_coefficient = 1;
     check(c, even(P, 64), {}, what + ", biases and a loss");
   }
+  // More tokens than one warp places.
+  MoeConfig longer = gpu_config(8, 3, 2100);
+  longer.capacity_factor = 0.8;
+  check(longer, even(P, P <= 2 ? 2100 : 1030), {}, "several segments of tokens");
   // The worked example of keep_routes.cu: capacity 1, 4 of 8 routes fit.
   MoeConfig c = gpu_config(4, 2, 4);
   c.capacity_factor = 0.5;

@@ -5,6 +5,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
+#include "core/cuda/scratch_buffer.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/etp.h"
 
@@ -32,10 +33,20 @@ const std::int32_t* DeviceMoeStep::total_counts(int index) const {
   return saved_->has_totals ? saved_->at<std::int32_t>(static_cast<std::size_t>(index), saved_->layout.totals) : nullptr;
 }
 
+const std::int32_t* DeviceMoeStep::global_counts(int index) const {
+  return saved_->has_global ? saved_->at<std::int32_t>(static_cast<std::size_t>(index), saved_->layout.global_totals) : nullptr;
+}
+
 std::uint32_t DeviceMoeStep::dense_map_reasons() const { return saved_->reasons; }
 
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
-    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size * given.nodes), ranks(launch), side(device) {
+    : config(layer_config),
+      options(given),
+      where{DeviceType::kCuda, device},
+      P(launch.table.size * given.nodes),
+      ranks(launch),
+      side(device),
+      beside(device) {
   const int rail_nodes = options.rail == nullptr ? 1 : options.rail->num_nodes(), per_node = launch.table.size;
   WB_CHECK(rail_nodes == options.nodes, "the layer was asked for {} nodes, its rail joins {}", options.nodes, rail_nodes);
   check_device_moe(config, P, options);
@@ -64,6 +75,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
     placement.rank_table = rank_table.data(), placement.local_table = local_table.data();
   }
   exchange = make_exchange(exchange_config, placement, options.rail, ranks, device, exchange_windows, options.exchange, map_room);
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
   const DeviceGuard guard(device);  // events belong to the device that is current
   forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
   S = exchange->budget().padded_slots, R = exchange->budget().rows;
@@ -71,14 +83,21 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   for (int i = 0; i < ranks.count; ++i) scratch.emplace_back(scratch_parts.bytes, device), status.emplace_back(device);
   if (config.recipe.is_blocked()) make_recipe();
   if (!options.exact_sizes) return;
-  const SlotBytes most = bytes_of_slots(config, S);
+  const SlotBytes most = bytes_of_slots(config, S, options);
   for (int i = 0; i < ranks.count; ++i) {
-    slot_memory.push_back({GrowableBuffer(keeps_h() ? 0 : most.h, device), GrowableBuffer(keeps_a() ? 0 : most.a, device), GrowableBuffer(most.y, device)});
+    slot_memory.push_back({GrowableBuffer(keeps_h() ? 0 : most.h, device), GrowableBuffer(keeps_a() ? 0 : most.a, device), GrowableBuffer(most.y, device),
+                           GrowableBuffer(most.x, device)});
   }
+}
+
+// Work of a phase beside the caller's stream; the end: kOther.
+void DeviceMoeLayer::Impl::mark_beside(Phase phase) {
+  if (options.on_phase && !Rehearsal::is_on()) options.on_phase(phase, beside);
 }
 
 // A range of each phase for profilers; it costs nothing where none listens.
 void DeviceMoeLayer::Impl::mark(Phase phase, cudaStream_t stream) {
+  if (Rehearsal::is_on()) return;
   if (in_range) nvtxRangePop();
   in_range = phase != Phase::kOther;
   if (in_range) nvtxRangePushA(to_string(phase));
@@ -110,6 +129,7 @@ DeviceMoeStep DeviceMoeLayer::make_step() {
   saved.routes.resize(impl_->count()), saved.sent.resize(impl_->count());
   if (impl_->options.exact_sizes) impl_->make_slot_memory(saved);
   saved.layout = impl_->step_parts, saved.layer = impl_.get(), saved.has_totals = num_totals(impl_->config) > 0;
+  saved.has_global = impl_->config.global_coefficient != 0;
   return step;
 }
 
@@ -126,6 +146,7 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
   for (std::size_t i = 0; i < impl_->count(); ++i) {
     impl_->set_routes(saved, i, x[i].shape[0]);
   }
+  impl_->prepare(f);
   impl_->forward(f);
 }
 

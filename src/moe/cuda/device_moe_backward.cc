@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
 #include "core/cuda/cuda_error.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/cuda/second_bias.h"
@@ -26,10 +29,9 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
     blocked_gradients(b);
   } else {
     second_matmul_gradients(b);
-    first_matmul_gradients(b);
   }
-  router_gradients(b);
-  input_gradients(b);
+  combines_beside(config, options) ? first_gradients_beside(b) : first_gradients(b);
+  rest_of_input_gradients(b);
   mark(Phase::kOther, b.stream);
   b.saved.ready = false;
 }
@@ -37,7 +39,7 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
 // Gradients of rows (or the rows of x once more) to the experts' ranks: into expert order while they arrive, or to their window where the matmuls read a
 // list.
 void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const DeviceRows> sent) {
-  const bool gathered = recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  const bool gathered = lists_gradients();
   if (gathered || !exchange->supports_chunks()) {
     exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
     if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(b.saved), b.stream);
@@ -75,7 +77,7 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
 
 // dW2, then the gradient through W2 and the activation: h becomes dh, a is used up.
 void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
-  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  const bool gathered = lists_gradients();
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView dy = gathered ? rows(windows.gradients, i) : y(b.saved, i), list = gathered ? slot_rows(b.saved, i) : TensorView();
     // W2 [L, W, F] is [L, C, N] of the product whose rows are dy and whose gradient is a: that operand may be read through a list.
@@ -97,7 +99,7 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
 
 // db1 from dh; db2 and what the routing weights get from b2, which counts once: on slice 0.
 void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
-  const bool gathered = recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+  const bool gathered = lists_gradients();
   const auto* begin = offsets(b.saved, i).as<std::int32_t>();
   const auto* list = slot_rows(b.saved, i).as<std::int32_t>();
   const MoeTensors& g = b.gradients[i];
@@ -118,22 +120,39 @@ void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
   check_launch("moe_second_bias_dots");
 }
 
-// dW1, then the gradient of the rows in expert order.
-void DeviceMoeLayer::Impl::first_matmul_gradients(const Backward& b) {
-  const bool gathered = options.policy.gradient == DeviceMoePolicy::Rows::kGather;
+// The rows of x in expert order, where the matmuls do not read a list.
+void DeviceMoeLayer::Impl::copy_x(const Backward& b) {
   if (options.resend_rows) {
     mark(Phase::kDispatch, b.stream);
     send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream));
     mark(Phase::kExpertGemm, b.stream);
-  } else if (!gathered) {
-    exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), y_rows(b.saved), b.stream);
+  } else if (!lists_gradients() && !copies_x_in_blocks(config, options)) {
+    exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), copied_x_rows(b.saved), b.stream);
   }
+}
+
+// dW1.
+void DeviceMoeLayer::Impl::first_weight_gradients(const Backward& b) {
+  if (in_blocks() || copies_x_in_blocks(config, options)) {
+    std::vector<void*> copies;  // `a` is used up
+    for (std::size_t i = 0; i < count(); ++i) copies.push_back(in_blocks() ? y(b.saved, i).data : a(b.saved, i).data);
+    return first_weight_gradients_in_blocks(b, in_blocks() ? y_columns(config, options) : x_columns(config), copies);
+  }
+  const bool gathered = lists_gradients();
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmWgradArgs w1;
-    w1.a = gathered ? rows(b.saved.rows_window, i) : y(b.saved, i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i), w1.d_weights = b.gradients[i].w1;
+    w1.a = gathered ? rows(b.saved.rows_window, i) : copied_x(b.saved, i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i),
+    w1.d_weights = b.gradients[i].w1;
     if (gathered) w1.a_rows = slot_rows(b.saved, i);
     w1.accumulate = adds_to(w1.d_weights, b), w1.status = status_word(i);
     grouped_gemm_wgrad(w1, on(b.stream));
+  }
+}
+
+// The gradient of the rows in expert order.
+void DeviceMoeLayer::Impl::row_gradients(const Backward& b) {
+  if (in_blocks()) return row_gradients_in_blocks(b);
+  for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmDgradArgs d;
     d.dy = h(b.saved, i), d.weights = b.parameters[i].w1, d.offsets = offsets(b.saved, i), d.da = y(b.saved, i), d.status = status_word(i);
     grouped_gemm_dgrad(d, on(b.stream));
@@ -190,6 +209,7 @@ void DeviceMoeLayer::Impl::add_loss_gradients(const Backward& b, std::size_t i, 
 // backward_base as combine() takes it.
 std::vector<const void*> DeviceMoeLayer::Impl::wire_bases(const Backward& b) {
   std::vector<const void*> bases;
+  if (config.latent > 0) return bases;  // it joins the latent result
   for (std::size_t i = 0; i < count(); ++i) {
     TensorView base = backward_base(b.saved, i);
     if (base.dtype != exchange->wire()) {
@@ -202,8 +222,39 @@ std::vector<const void*> DeviceMoeLayer::Impl::wire_bases(const Backward& b) {
   return bases;
 }
 
-// d_gate; dx = the routed experts' part + those of the gate and the shared expert, which lie where `a` was.
-void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
+// Recipes have made both gradients already.
+void DeviceMoeLayer::Impl::first_gradients(const Backward& b) {
+  if (!recipe) copy_x(b), first_weight_gradients(b), row_gradients(b);
+  router_gradients(b);
+  base_gradients(b);
+  mark(Phase::kCombine, b.stream);
+  reduce_and_combine(b.saved, combined_gradients(b), wire_bases(b), b.stream);
+}
+
+// The rows' gradient first, so that its way home is hidden behind dW1. The combine is queued first and takes its SMs; the matmul's CTAs fetch tiles as they
+// come, so that those which start late leave no tail.
+void DeviceMoeLayer::Impl::first_gradients_beside(const Backward& b) {
+  router_gradients(b);
+  base_gradients(b);
+  mark(Phase::kExpertGemm, b.stream);
+  row_gradients(b);
+  const std::vector<TensorView> to = combined_gradients(b);
+  const std::vector<const void*> bases = wire_bases(b);
+  fork(b.stream, beside);
+  join(b.stream, beside);  // what follows here may start no sooner than the combine, nor take its SMs
+  mark_beside(Phase::kCombine);
+  reduce_and_combine(b.saved, to, bases, beside, options.policy.combine_sms);
+  mark_beside(Phase::kOther);
+  int& copying_ctas = exchange->tuning().local_ctas;
+  const int before = std::exchange(copying_ctas, copying_ctas > 0 ? copying_ctas : std::max(2, 2 * (sm_count - options.policy.combine_sms)));
+  copy_x(b), first_weight_gradients(b);
+  copying_ctas = before;
+  mark(Phase::kCombine, b.stream);  // what of it is still to come
+  join(b.stream, beside);
+}
+
+// d_gate; the parts of dx that the gate and the shared expert give, which lie where `a` was.
+void DeviceMoeLayer::Impl::base_gradients(const Backward& b) {
   mark(Phase::kGate, b.stream);
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView base = backward_base(b.saved, i);
@@ -217,11 +268,19 @@ void DeviceMoeLayer::Impl::input_gradients(const Backward& b) {
                   base.data, b.gradients[i].gate.as<float>(), b.options.accumulate, where.index, b.stream, base.dtype);
   }
   if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_gradients(b);
-  mark(Phase::kCombine, b.stream);
-  if (config.latent == 0) return reduce_and_combine(b.saved, b.dx, wire_bases(b), b.stream);
+}
+
+// What the combine of the rows' gradient writes: dx, or the gradient of the latent rows.
+std::vector<TensorView> DeviceMoeLayer::Impl::combined_gradients(const Backward& b) const {
+  if (config.latent == 0) return {b.dx.begin(), b.dx.end()};
   std::vector<TensorView> latent;
   for (std::size_t i = 0; i < count(); ++i) latent.push_back(latent_gradient(b.saved, i));
-  reduce_and_combine(b.saved, latent, {}, b.stream);
+  return latent;
+}
+
+// With a latent width: dx = base + what comes of that gradient.
+void DeviceMoeLayer::Impl::rest_of_input_gradients(const Backward& b) {
+  if (config.latent == 0) return;
   mark(Phase::kShared, b.stream);
   latent_gradients(b);
   for (std::size_t i = 0; i < count(); ++i) round_rows(backward_base(b.saved, i), b.dx[i], b.stream);

@@ -39,7 +39,7 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   }
   mark(Phase::kExpertGemm, f.stream);
   first_matmul(f.parameters, f.saved, f.options.training && config.recompute <= Recompute::kActivation, f.stream);
-  second_matmul(f);
+  in_blocks() ? second_matmul_in_blocks(f) : second_matmul(f);
   mark(Phase::kCombine, f.stream);
   gather_results(f);
   report(f);
@@ -72,7 +72,7 @@ void DeviceMoeLayer::Impl::choose(const Forward& f) {
 // h (where wanted) and a of every rank.
 void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream) {
   if (recipe) return blocked_first_matmul(parameters, saved, keep_h, stream);
-  const bool permuted = options.policy.forward == DeviceMoePolicy::Rows::kPermute;
+  const bool permuted = options.policy.forward == DeviceMoePolicy::Rows::kPermute && !in_blocks();
   if (permuted) exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(saved), stream);
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmActivationArgs args;
@@ -127,14 +127,17 @@ void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
 }
 
 void DeviceMoeLayer::Impl::reduce(const Saved& saved, cudaStream_t stream) {
+  if (in_blocks()) return;  // each is reduced where it was made
   exchange->unpermute_reduce(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, exchange->partials(), window_rows(windows.partials),
                              /*z_in_window=*/true, stream);
 }
 
 // y -> out, plus base where it is given.
-void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream) {
-  if (out[0].dtype == DType::kBF16) {
-    return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, windows.partials, device_rows(out), stream, base);
+void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream,
+                                              int num_sms) {
+  if (out[0].dtype == DType::kBF16 && !in_blocks()) {
+    return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, windows.partials, device_rows(out), stream, base,
+                                        num_sms);
   }
   reduce(saved, stream);
   exchange->combine(saved.handle, windows.partials, out[0].dtype, device_rows(out), stream, base);

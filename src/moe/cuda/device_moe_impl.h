@@ -2,12 +2,14 @@
 // The layer's state and its steps. forward() and backward() in device_moe_forward.cc and device_moe_backward.cc are the table of contents.
 #pragma once
 
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "core/cuda/growable_buffer.h"
 #include "core/cuda/pinned_buffer.h"
 #include "core/cuda/status_device.h"
+#include "core/cuda/urgent_stream.h"
 #include "moe/cuda/device_moe.h"
 #include "moe/cuda/device_moe_layout.h"
 #include "moe/cuda/device_moe_recipe.h"
@@ -34,7 +36,7 @@ class PinnedReports {
 
 // What has a row a slot, of one rank, where sizes are exact; buffers that another object has are empty.
 struct SlotMemory {
-  GrowableBuffer h, a, y;
+  GrowableBuffer h, a, y, x;
 };
 
 struct DeviceMoeStep::Saved {
@@ -52,7 +54,7 @@ struct DeviceMoeStep::Saved {
   DeviceMoeStepLayout layout{};
   const void* layer = nullptr;
   std::uint32_t reasons = kDenseMapNone;  // of the dense-map path
-  bool has_totals = false;
+  bool has_totals = false, has_global = false;
   std::uint64_t weights_version = 0;                                                // of the recipe's copies in this forward; 0: none, or restored
   SeedSource seed;                                                                  // of the recipe's random numbers, for this forward's backward too
   double valid_tokens = 0, loss_tokens = 0, loss_sequences = 0, global_tokens = 0;  // of the losses
@@ -86,9 +88,15 @@ struct DeviceMoeLayer::Impl {
 
   std::size_t count() const { return static_cast<std::size_t>(exchange->num_ranks()); }
   void mark(Phase phase, cudaStream_t stream);
-  void fork(cudaStream_t stream) { forked->record(stream), forked->wait_on(side); }
-  void join(cudaStream_t stream) { joined->record(side), joined->wait_on(stream); }
+  void mark_beside(Phase phase);
+  void fork(cudaStream_t stream, cudaStream_t to) { forked->record(stream), forked->wait_on(to); }
+  void join(cudaStream_t stream, cudaStream_t from) { joined->record(from), joined->wait_on(stream); }
+  void fork(cudaStream_t stream) { fork(stream, side); }
+  void join(cudaStream_t stream) { join(stream, side); }
   static bool adds_to(const TensorView& gradient, const Backward& b) { return b.options.accumulate && gradient.dtype == DType::kF32; }
+
+  // The matmuls of backward find the rows' gradients through the list of the exchange.
+  bool lists_gradients() const { return recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather || in_blocks(); }
 
   // device_moe_checks.cc
   void check_forward(const Forward& f) const;
@@ -100,6 +108,7 @@ struct DeviceMoeLayer::Impl {
   TensorView h(const Saved& saved, std::size_t i) const;
   TensorView a(const Saved& saved, std::size_t i) const;
   TensorView y(const Saved& saved, std::size_t i) const;
+  TensorView copied_x(const Saved& saved, std::size_t i) const;  // in expert order; where y is, or beside it
   std::int64_t slots(const Saved& saved, std::size_t i) const { return options.exact_sizes ? saved.slots[i] : S; }
   TensorView rows(std::uint64_t window, std::size_t i) const;  // bf16 [R, W] of a row window
   TensorView offsets(const Saved& saved, std::size_t i) const;
@@ -113,6 +122,7 @@ struct DeviceMoeLayer::Impl {
   RouterInputs router_inputs(const MoeTensors& parameters, const Saved& saved, std::size_t i) const;
   std::vector<DeviceRows> device_rows(std::span<const TensorView> tensors) const;
   std::vector<DeviceRows> y_rows(const Saved& saved) const;
+  std::vector<DeviceRows> copied_x_rows(const Saved& saved) const;
   std::vector<DeviceRows> window_rows(std::uint64_t window) const;
   TensorView shared_h(const Saved& saved, std::size_t i) const;
   TensorView shared_a(const Saved& saved, std::size_t i) const;
@@ -134,6 +144,20 @@ struct DeviceMoeLayer::Impl {
   bool keeps_h() const { return config.recompute <= Recompute::kActivation; }
   bool keeps_a() const { return config.recompute <= Recompute::kNone; }
 
+  // device_moe_prepare.cc
+  void prepare(const Forward& f);
+
+  // device_moe_blocks.cc: y in blocks of columns
+  struct ColumnBlock {
+    std::int64_t first, count;
+  };
+  bool in_blocks() const { return options.column_blocks > 1; }
+  std::vector<ColumnBlock> column_blocks(std::int64_t width) const;
+  void reduce_block(const Saved& saved, ColumnBlock block, cudaStream_t stream);
+  void second_matmul_in_blocks(const Forward& f);
+  void first_weight_gradients_in_blocks(const Backward& b, std::int64_t width, std::span<void* const> copies);
+  void row_gradients_in_blocks(const Backward& b);
+
   // device_moe_forward.cc
   void forward(const Forward& f);
   void choose(const Forward& f);
@@ -141,7 +165,7 @@ struct DeviceMoeLayer::Impl {
   void second_matmul(const Forward& f);
   void gather_results(const Forward& f);
   void reduce(const Saved& saved, cudaStream_t stream);
-  void reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream);
+  void reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream, int num_sms = 0);
   void round_rows(const TensorView& from, const TensorView& to, cudaStream_t stream);
   void report(const Forward& f);
 
@@ -195,19 +219,26 @@ struct DeviceMoeLayer::Impl {
   void recompute(const Backward& b);
   void send_to_experts(const Backward& b, std::span<const DeviceRows> sent);
   void second_matmul_gradients(const Backward& b);
-  void first_matmul_gradients(const Backward& b);
+  void copy_x(const Backward& b);
+  void first_weight_gradients(const Backward& b);
+  void row_gradients(const Backward& b);
+  void first_gradients(const Backward& b);
+  void first_gradients_beside(const Backward& b);
   void bias_gradients(const Backward& b, std::size_t i);  // both; before y is used anew
   bool has_second_bias(std::size_t i) const { return config.expert_bias && ranks.rank[i] % config.expert_tensor_parallel == 0; }
   void router_gradients(const Backward& b);
   void route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits);
   void add_loss_gradients(const Backward& b, std::size_t i, bool global);
-  void input_gradients(const Backward& b);
+  void base_gradients(const Backward& b);
+  std::vector<TensorView> combined_gradients(const Backward& b) const;
+  void rest_of_input_gradients(const Backward& b);
   std::vector<const void*> wire_bases(const Backward& b);
 
   MoeConfig config;
   DeviceMoeOptions options;
   Device where;
   int P;                                              // of all nodes; ranks.table.size of them on this one
+  int sm_count = 0;
   std::int64_t L, S, R;                               // local experts; slots and rows of the budgets
   std::vector<std::int32_t> rank_table, local_table;  // of expanded ids, with slices of F
   std::unique_ptr<DeviceExchange> exchange;
@@ -223,8 +254,10 @@ struct DeviceMoeLayer::Impl {
   std::vector<DeviceStatus> status;       // of the router and the matmuls; the exchange has its own
   LocalRanks ranks{};
   bool in_range = false;
+  std::set<cudaStream_t> prepared;
   std::int64_t dense_forwards = 0;
-  CudaStream side;  // runs beside the caller's stream between fork() and join()
+  CudaStream side;      // runs beside the caller's stream between fork() and join()
+  UrgentStream beside;  // the same, for a combine that needs few SMs, but these at once
   std::unique_ptr<CudaEvent> forked, joined;
 };
 

@@ -6,6 +6,7 @@
 #include "exchange/cuda/exchange_shape.h"
 #include "moe/capacity.h"
 #include "moe/cuda/device_moe_recipe.h"
+#include "moe/cuda/sent_routes.h"
 #include "ops/gemm/cuda/grouped_run.h"
 
 namespace waybill::cuda {
@@ -40,10 +41,25 @@ ExchangeConfig device_exchange_config(const MoeConfig& c) {
   return exchange;
 }
 
-SlotBytes bytes_of_slots(const MoeConfig& c, std::int64_t S) {
+bool combines_beside(const MoeConfig& c, const DeviceMoeOptions& options) {
+  return options.policy.combine_sms > 0 && options.nodes == 1 && !options.resend_rows && options.column_blocks == 1 && !c.recipe.is_blocked();
+}
+
+std::int64_t y_columns(const MoeConfig& c, const DeviceMoeOptions& options) {
+  const std::int64_t W = c.row_width(), blocks = options.column_blocks;
+  return std::min(W, ((W + blocks - 1) / blocks + kLeastColumns - 1) / kLeastColumns * kLeastColumns);
+}
+
+std::int64_t x_columns(const MoeConfig& c) {
+  const std::int64_t F = c.local_F(), unit = F >= 256 ? 256 : kLeastColumns;  // tiles of the matmul
+  return std::min(c.row_width(), F / unit * unit);
+}
+
+SlotBytes bytes_of_slots(const MoeConfig& c, std::int64_t S, const DeviceMoeOptions& options) {
   const std::int64_t base = c.T_max * c.H * 4;
   const auto bytes = [](std::int64_t count) { return static_cast<std::size_t>(count); };
-  return {bytes(S * c.inner_width() * 2), bytes(std::max(S * c.local_F() * 2, base)), bytes(std::max(S * c.row_width() * 2, base))};
+  return {bytes(S * c.inner_width() * 2), bytes(std::max(S * c.local_F() * 2, base)), bytes(std::max(S * y_columns(c, options) * 2, base)),
+          bytes(copies_whole_x(c, options) ? S * c.row_width() * 2 : 0)};
 }
 
 std::uint32_t device_dense_reasons(const MoeConfig& c, const DeviceMoeOptions& options) {
@@ -97,9 +113,13 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
-  s.y = carver.take_if(!exact_sizes, std::max({S * W * 2, base, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
-  s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && wire_dtype(c, {P, options.nodes}) == DType::kBF16 ? T * c.H : 0, 2);
-  s.base = carver.take_if(!exact_sizes && S * c.local_F() * 2 < base, base, 1);
+  s.y = carver.take_if(!exact_sizes, std::max({S * y_columns(c, options) * 2, base, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
+  s.x = carver.take_if(!exact_sizes && copies_whole_x(c, options), S * W, 2);
+  const DType wire = wire_dtype(c, {P, options.nodes});
+  s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && wire == DType::kBF16 ? T * c.H : 0, 2);
+  // With a shared expert or a latent width it is a sum of f32.
+  const std::int64_t own_base = T * c.H * (c.latent > 0 || c.shared_F > 0 ? 4 : static_cast<std::int64_t>(size_bytes(wire)));
+  s.base = carver.take_if(copies_x_in_blocks(c, options) || (!exact_sizes && S * c.local_F() * 2 < base), copies_x_in_blocks(c, options) ? own_base : base, 1);
   s.latent_rows = carver.take(T * c.latent, 2), s.latent_gradient = carver.take(T * c.latent, 2);
   s.own_counts = carver.take(num_totals(c), 4), s.node_counts = carver.take(options.nodes > 1 ? options.nodes * num_totals(c) : 0, 4);
   s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(6, 8);
@@ -108,6 +128,7 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   const bool is_sliced = c.expert_tensor_parallel > 1, is_cut = c.capacity_factor > 0;
   s.kept_ids = carver.take(is_sliced && is_cut ? T * c.K : 0, size_bytes(route_id_dtype(c.E))),
   s.kept_weights = carver.take(is_sliced && is_cut ? T * c.K : 0, 4);
+  s.keep_places = carver.take(is_cut ? static_cast<std::int64_t>(keep_places(T, c.K, c.E)) : 0, 4);
   s.d_expanded = carver.take(is_sliced ? T * c.K * c.expert_tensor_parallel : 0, 4);
   s.d_logits_more = carver.take(has_two_aux_losses(c) || (has_losses(c) && looks_for_duplicates(c, options)) ? T * c.E : 0, 4), s.dropped = carver.take(3, 4);
   s.d_map = carver.take(device_map_room(c, options).enabled ? T * c.E * c.expert_tensor_parallel : 0, 4);
@@ -173,10 +194,10 @@ DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const Dev
     const std::int64_t mean = config.T_max * config.K, L = config.L(P);
     S = std::min(S, (exact_slots > 0 ? exact_slots : mean) + L * (config.alignment - 1));
     const auto grown = [](std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; };
-    const SlotBytes slots = bytes_of_slots(config, S);
+    const SlotBytes slots = bytes_of_slots(config, S, options);
     (config.recompute <= Recompute::kActivation ? memory.step : memory.scratch) += grown(slots.h);
     (config.recompute <= Recompute::kNone ? memory.step : memory.scratch) += grown(slots.a);
-    memory.scratch += grown(slots.y);
+    memory.scratch += grown(slots.y) + grown(slots.x);
   }
   memory.operations = operations_bytes(config, S);
   return memory;

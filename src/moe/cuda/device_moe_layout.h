@@ -49,8 +49,9 @@ struct DeviceMoeStepLayout {
 // The same of the layer's scratch. What a recompute mode keeps in no step lies here.
 struct DeviceMoeScratchLayout {
   std::uint64_t logits, h, a, shared_h, shared_a;  // kNoPart where the steps have them
-  std::uint64_t y;                                 // bf16 [S, W], or f32 [T, H]; kNoPart: SlotMemory
-  std::uint64_t base;                              // f32 [T, H]; kNoPart where the memory of `a` holds it
+  std::uint64_t y;                                 // bf16 [S, W] (or a block of its columns), or f32 [T, H]; kNoPart: SlotMemory
+  std::uint64_t x;                                 // bf16 [S, W]: rows of x in expert order, where y is the rows' gradient then; the same
+  std::uint64_t base;                              // f32 or bf16 [T, H]; kNoPart where the memory of `a` holds it
   std::uint64_t wire_base;                         // bf16 [T, H]: that sum rounded for the wire, where it is one
   std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
   std::uint64_t own_counts;                        // i32 [E] twice: this rank's, and of kUnbiased
@@ -59,6 +60,7 @@ struct DeviceMoeScratchLayout {
   std::uint64_t d_slot_weight;                     // f32 [S]
   std::uint64_t d_weights, d_logits;               // f32 [T, K], [T, E]
   std::uint64_t kept_ids, kept_weights;            // [T, K]: capacity mode with slices of F
+  std::uint64_t keep_places;                       // i32, by keep_places(): capacity mode
   std::uint64_t d_expanded;                        // f32 [T, K t]: with slices of F
   std::uint64_t d_logits_more;                     // f32 [T, E]: of the global loss beside an aux loss; of losses beside duplicate ids
   std::uint64_t dropped;                           // i32 [3]: routes dropped; the capacity; whether a replayed row names an expert twice
@@ -80,10 +82,26 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P, const Devi
 
 // Bytes of what has a row a slot, at S slots in expert order. `a` and y hold f32 [T, H] too.
 struct SlotBytes {
-  std::size_t h = 0, a = 0, y = 0;
-  std::size_t total() const { return h + a + y; }
+  std::size_t h = 0, a = 0, y = 0, x = 0;
+  std::size_t total() const { return h + a + y + x; }
 };
-SlotBytes bytes_of_slots(const MoeConfig& config, std::int64_t S);
+SlotBytes bytes_of_slots(const MoeConfig& config, std::int64_t S, const DeviceMoeOptions& options);
+// Of y: the row width, or that of a block of columns.
+std::int64_t y_columns(const MoeConfig& config, const DeviceMoeOptions& options);
+// The combine of dx runs beside the gradient of the first weights, and where that one's rows are then: in a buffer of their own, or in blocks of x_columns() in
+// the memory of `a`, which leaves no room there for the base.
+bool combines_beside(const MoeConfig& config, const DeviceMoeOptions& options);
+inline bool copies_x_beside(const MoeConfig& config, const DeviceMoeOptions& options) {
+  return combines_beside(config, options) && options.policy.gradient != DeviceMoePolicy::Rows::kGather;
+}
+inline constexpr std::int64_t kLeastColumns = 64;  // of a block
+inline bool copies_whole_x(const MoeConfig& config, const DeviceMoeOptions& options) {
+  return copies_x_beside(config, options) && (options.policy.whole_x || config.local_F() < kLeastColumns);
+}
+inline bool copies_x_in_blocks(const MoeConfig& config, const DeviceMoeOptions& options) {
+  return copies_x_beside(config, options) && !copies_whole_x(config, options);
+}
+std::int64_t x_columns(const MoeConfig& config);
 
 // Row windows beside those of the exchange: partials, which in backward hold the gradients of rows first, and the rows that steps keep (one for all of
 // them where they are dispatched again).

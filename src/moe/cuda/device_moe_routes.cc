@@ -28,7 +28,7 @@ void DeviceMoeLayer::Impl::prepare_routes(const Forward& f) {
       args.T = T, args.K = config.K, args.E = config.E, args.factor = config.capacity_factor;
       args.kept_ids = t > 1 ? scratch_at<void>(i, scratch_parts.kept_ids) : sent_ids;
       args.kept_weights = t > 1 ? scratch_at<float>(i, scratch_parts.kept_weights) : sent_weights;
-      args.dropped = scratch_at<std::int32_t>(i, scratch_parts.dropped);
+      args.dropped = scratch_at<std::int32_t>(i, scratch_parts.dropped), args.places = scratch_at<std::int32_t>(i, scratch_parts.keep_places);
       WB_TRY_CUDA(cudaMemsetAsync(args.dropped, 0, sizeof(std::int32_t), f.stream));
       launch_keep_routes(args, f.stream);
       check_launch("moe_keep_routes");

@@ -3,21 +3,24 @@
 #include <algorithm>
 
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/scratch_buffer.h"
 #include "exchange/cuda/exchange_params.h"
 #include "moe/cuda/device_moe_impl.h"
 
 namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::make_slot_memory(Saved& saved) const {
-  const SlotBytes most = bytes_of_slots(config, S);
+  const SlotBytes most = bytes_of_slots(config, S, options);
   for (std::size_t i = 0; i < count(); ++i) {
-    saved.slot_memory.push_back({GrowableBuffer(keeps_h() ? most.h : 0, where.index), GrowableBuffer(keeps_a() ? most.a : 0, where.index), GrowableBuffer()});
+    saved.slot_memory.push_back(
+        {GrowableBuffer(keeps_h() ? most.h : 0, where.index), GrowableBuffer(keeps_a() ? most.a : 0, where.index), GrowableBuffer(), GrowableBuffer()});
   }
   saved.slots.assign(count(), 0);
   saved.headers = PinnedBuffer(count() * sizeof(HandleHeader)), saved.planned = std::make_unique<CudaEvent>(/*timing=*/false);
 }
 
 void DeviceMoeLayer::Impl::read_sizes(const Forward& f) {
+  if (Rehearsal::is_on()) return;
   for (std::size_t i = 0; i < count(); ++i) {
     WB_TRY_CUDA(cudaMemcpyAsync(f.saved.headers.at<HandleHeader>(i * sizeof(HandleHeader)), exchange->header(f.saved.handle, static_cast<int>(i)),
                                 sizeof(HandleHeader), cudaMemcpyDeviceToHost, f.stream));
@@ -27,6 +30,7 @@ void DeviceMoeLayer::Impl::read_sizes(const Forward& f) {
 
 // Everything that peers wait for in this forward so far is queued already: a wait here holds up nobody.
 void DeviceMoeLayer::Impl::take_sizes(const Forward& f) {
+  if (Rehearsal::is_on()) return;
   f.saved.planned->synchronize();
   for (std::size_t i = 0; i < count(); ++i) {
     const HandleHeader& header = *f.saved.headers.at<HandleHeader>(i * sizeof(HandleHeader));
@@ -35,17 +39,17 @@ void DeviceMoeLayer::Impl::take_sizes(const Forward& f) {
     const std::int64_t num = header.valid != 0 ? header.S : 0, padded = num + (config.alignment - 1) * std::min(L, num);
     const std::int64_t fixed = header.valid != 0 ? L * (header.valid - 1) : 0;  // experts padded to their capacity
     f.saved.slots[i] = std::clamp<std::int64_t>(std::max(padded / config.alignment * config.alignment, fixed), 1, std::max<std::int64_t>(S, 1));
-    const SlotBytes bytes = bytes_of_slots(config, f.saved.slots[i]);
+    const SlotBytes bytes = bytes_of_slots(config, f.saved.slots[i], options);
     slot_owner(f.saved, i, keeps_h()).h.grow(bytes.h), slot_owner(f.saved, i, keeps_a()).a.grow(bytes.a);
-    slot_memory[i].y.grow(bytes.y);
+    slot_memory[i].y.grow(bytes.y), slot_memory[i].x.grow(bytes.x);
   }
 }
 
 std::size_t DeviceMoeLayer::slot_bytes(const DeviceMoeStep& step, int index) const {
   const Impl& m = *impl_;
-  if (!m.options.exact_sizes) return bytes_of_slots(m.config, m.S).total();
+  if (!m.options.exact_sizes) return bytes_of_slots(m.config, m.S, m.options).total();
   const auto i = static_cast<std::size_t>(index);
-  const auto of = [](const SlotMemory& s) { return s.h.bytes() + s.a.bytes() + s.y.bytes(); };
+  const auto of = [](const SlotMemory& s) { return s.h.bytes() + s.a.bytes() + s.y.bytes() + s.x.bytes(); };
   return of(m.slot_memory.at(i)) + of(step.saved_->slot_memory.at(i));
 }
 

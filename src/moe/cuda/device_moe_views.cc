@@ -22,7 +22,12 @@ TensorView DeviceMoeLayer::Impl::a(const Saved& saved, std::size_t i) const {
 }
 TensorView DeviceMoeLayer::Impl::y(const Saved& saved, std::size_t i) const {
   void* data = options.exact_sizes ? slot_memory[i].y.data() : scratch_at<void>(i, scratch_parts.y);
-  return TensorView(data, DType::kBF16, {slots(saved, i), config.row_width()}, where);
+  return TensorView(data, DType::kBF16, {slots(saved, i), y_columns(config, options)}, where);
+}
+TensorView DeviceMoeLayer::Impl::copied_x(const Saved& saved, std::size_t i) const {
+  TensorView x = y(saved, i);
+  if (copies_whole_x(config, options)) x.data = options.exact_sizes ? slot_memory[i].x.data() : scratch_at<void>(i, scratch_parts.x);
+  return x;
 }
 
 TensorView DeviceMoeLayer::Impl::shared_h(const Saved& saved, std::size_t i) const {
@@ -88,6 +93,11 @@ std::vector<DeviceRows> DeviceMoeLayer::Impl::device_rows(std::span<const Tensor
 std::vector<DeviceRows> DeviceMoeLayer::Impl::y_rows(const Saved& saved) const {
   std::vector<DeviceRows> all;
   for (std::size_t i = 0; i < count(); ++i) all.push_back({y(saved, i).data, 0});
+  return all;
+}
+std::vector<DeviceRows> DeviceMoeLayer::Impl::copied_x_rows(const Saved& saved) const {
+  std::vector<DeviceRows> all;
+  for (std::size_t i = 0; i < count(); ++i) all.push_back({copied_x(saved, i).data, 0});
   return all;
 }
 std::vector<DeviceRows> DeviceMoeLayer::Impl::window_rows(std::uint64_t window) const {

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace waybill::cuda {
@@ -19,7 +20,12 @@ struct KeepRoutes {
   float* kept_weights;    // [T, K]
   std::int32_t* dropped;  // [2]: the first is added to; the capacity is written to the second
   int id_bytes;
+  std::int32_t* places;  // room, keep_places(T, K, E)
 };
+// Tokens of one choice that a warp places, and what that makes of T tokens.
+inline constexpr std::int64_t kKeepSegment = 1024;
+constexpr std::int64_t keep_segments_of(std::int64_t T) { return (T + kKeepSegment - 1) / kKeepSegment; }
+constexpr std::size_t keep_places(std::int64_t T, std::int64_t K, std::int64_t E) { return static_cast<std::size_t>(K * keep_segments_of(T) * E); }
 // First choices go before second choices, earlier tokens before later ones.
 void launch_keep_routes(const KeepRoutes& args, cudaStream_t stream);
 

@@ -141,6 +141,7 @@ void launch_gemm_portable(const PortableGemm& g, cudaStream_t stream) {
 
 void launch_bias_grad(const BiasGrad& grad, cudaStream_t stream) {
   if (grad.groups == 0 || grad.n == 0) return;
+  if (takes_bias_grad_bf16(grad)) return launch_bias_grad_bf16(grad, stream);
   bias_grad<<<dim3(blocks(grad.n, 32), static_cast<unsigned>(grad.groups)), dim3(32, 16), 0, stream>>>(grad);
 }
 

@@ -44,5 +44,8 @@ struct BiasGrad {
   bool accumulate;
 };
 void launch_bias_grad(const BiasGrad& grad, cudaStream_t stream);
+// The kernel that this takes where rows are bf16 and multiples of 16 bytes (bias_grad.cu). The same bits.
+bool takes_bias_grad_bf16(const BiasGrad& grad);
+void launch_bias_grad_bf16(const BiasGrad& grad, cudaStream_t stream);
 
 }  // namespace waybill::cuda
