@@ -71,7 +71,8 @@ TEST_P(MoeCuda, EveryRowPolicyAndRecomputeModeHasTheSameBits) {
         other.recompute = recompute;
         for (const bool resend : {false, true}) {
           MoeGpuOptions options;
-          options.layer.policy = {forward, gradient}, options.layer.resend_rows = resend, options.layer.exact_sizes = resend != (forward == gradient);
+          options.layer.policy.forward = forward, options.layer.policy.gradient = gradient, options.layer.resend_rows = resend,
+          options.layer.exact_sizes = resend != (forward == gradient);
           GpuMoe gpu(other, P, w, options);
           for (int repeat = 0; repeat < 2; ++repeat) {
             gpu.upload(batch), gpu.step();

@@ -27,7 +27,7 @@ namespace {
 
 constexpr double kOracleBound = 2e-2, kStackBound = 2e-2;
 
-constexpr std::string_view kStacks[] = {"sparse", "exact", "exact-resend", "dense-map", "padded", "capacity", "loop"};
+constexpr std::string_view kStacks[] = {"sparse", "beside", "exact", "exact-resend", "exact-blocks", "dense-map", "padded", "capacity", "loop"};
 
 struct Options {
   std::string path = "moe.jsonl", shapes_file = "bench/shapes/moe.toml", trace;
@@ -37,6 +37,7 @@ struct Options {
   std::vector<Recipe> recipes;
   bool ablation = false, f32 = false;
   int iterations = 160, ranks = 2;
+  std::vector<int> combine_sms{32};
   double factor = 1.25;
 };
 
@@ -56,6 +57,15 @@ std::vector<Recipe> parse_recipes(const std::string& text) {
     recipes.push_back(*found);
   }
   return recipes;
+}
+
+std::vector<int> parse_sms(const std::string& text) {
+  std::vector<int> sms;
+  for (const std::string& part : split(text)) {
+    sms.push_back(std::stoi(part));
+    WB_CHECK(sms.back() >= 2, "--combine-sms takes numbers of SMs from 2 on, got {}", part);
+  }
+  return sms;
 }
 
 Options parse(int argc, char** argv) {
@@ -78,6 +88,8 @@ Options parse(int argc, char** argv) {
       o.loads = split(value());
     else if (name == "--recipe")
       o.recipes = parse_recipes(value());
+    else if (name == "--combine-sms")
+      o.combine_sms = parse_sms(value());
     else if (name == "--iterations")
       o.iterations = std::stoi(value());
     else if (name == "--ranks")
@@ -163,12 +175,22 @@ std::vector<Design> designs_of(const Options& o, bool natural) {
   };
   for (const std::string& stack : o.stacks) {
     if (stack == "sparse") continue;  // comes first, by itself
-    if (stack != "exact" && stack != "exact-resend") {
+    if (stack == "beside") {
+      for (const int sms : o.combine_sms) {
+        for (const bool whole : {false, true}) {
+          add(fmt::format("sparse, combine beside dW1 on {} SMs{}", sms, whole ? ", x in a buffer of its own" : ""), "sparse", MapChange::kNone, false);
+          list.back().options.combine_sms = sms, list.back().options.whole_x = whole;
+        }
+      }
+      continue;
+    }
+    if (!stack.starts_with("exact")) {
       add(stack, stack, MapChange::kNone, false);
       continue;
     }
-    add(stack == "exact" ? "sparse, exact sizes" : "sparse, exact sizes, rows sent again", "sparse", MapChange::kNone, false);
-    list.back().options.exact = true, list.back().options.resend = stack == "exact-resend";
+    const char* what = stack == "exact" ? "" : stack == "exact-resend" ? ", rows sent again" : ", rows sent again, four blocks of columns";
+    add(fmt::format("sparse, exact sizes{}", what), "sparse", MapChange::kNone, false);
+    list.back().options.exact = true, list.back().options.resend = stack != "exact", list.back().options.column_blocks = stack == "exact-blocks" ? 4 : 1;
   }
   for (const Recipe recipe : o.recipes) {
     for (const bool keep : {false, true}) {

@@ -1,21 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/cuda/moe/report.h"
 
-#include <numeric>
-
 namespace waybill::cuda::moe_bench {
 namespace {
 
 double gib(std::size_t bytes) { return static_cast<double>(bytes) / (1u << 30); }
 
 }  // namespace
-
-double communication_share(const std::array<double, kNumPhases>& phases) {
-  const double all = std::accumulate(phases.begin(), phases.end(), 0.0);
-  double part = 0;
-  for (const Phase phase : {Phase::kPlan, Phase::kDispatch, Phase::kCombine}) part += phases[static_cast<std::size_t>(phase)];
-  return all > 0 ? part / all : 0;
-}
 
 Report::Report(const std::string& path) : file_(std::fopen(path.c_str(), "w")) {
   WB_CHECK(file_ != nullptr, "cannot write {}", path);
@@ -27,30 +18,32 @@ Report::~Report() { std::fclose(file_); }
 
 void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
   const Shape& c = problem.shape();
-  const double tflops = problem.flops() / row.times.p50 * 1e-6, all = std::accumulate(row.phases.begin(), row.phases.end(), 0.0);
+  const double tflops = problem.flops() / row.times.p50 * 1e-6, all = row.phases.step;
   std::string shares, shown;
   for (std::size_t i = 0; i < kNumPhases && all > 0; ++i) {
-    if (row.phases[i] == 0) continue;
-    shares += fmt::format("{}\"{}\":{:.4f}", shares.empty() ? "" : ",", to_string(static_cast<Phase>(i)), row.phases[i] / all);
-    shown += fmt::format(" {} {:.1f}", to_string(static_cast<Phase>(i)), 100 * row.phases[i] / all);
+    const double us = row.phases.main[i];
+    if (us == 0) continue;
+    shares += fmt::format("{}\"{}\":{:.4f}", shares.empty() ? "" : ",", to_string(static_cast<Phase>(i)), us / all);
+    shown += fmt::format(" {} {:.1f}", to_string(static_cast<Phase>(i)), 100 * us / all);
   }
-  const double share = communication_share(row.phases);
-  fmt::print("  {:<38} {:9.3f} ms [{:.3f} {:.3f}] {:6.1f} TFLOP/s/GPU  {:.2f} of dense  {:6.2f} GiB{}  waits {}  {}{}{}\n", row.variant, row.times.p50 * 1e-3,
-             row.times.p10 * 1e-3, row.times.p90 * 1e-3, tflops, tflops / dense_tflops, gib(row.bytes),
-             row.predicted_bytes > 0 ? fmt::format(" (predicted {:.2f}, at exact sizes {:.2f})", gib(row.predicted_bytes), gib(row.exact_bytes)) : "",
-             row.host_waits, row.captured ? "graph" : "eager", row.dropped > 0 ? fmt::format("  dropped {}", row.dropped) : "",
-             all > 0 ? fmt::format("\n      %:{}; exchange {:.1f}, ceiling {:.2f} x", shown, 100 * share, 1 / (1 - share)) : "");
+  const double share = all > 0 ? row.phases.exposed_exchange / all : 0, whole = all > 0 ? row.phases.all_exchange / all : 0;
+  fmt::print(
+      "  {:<38} {:9.3f} ms [{:.3f} {:.3f}] {:6.1f} TFLOP/s/GPU  {:.2f} of dense  {:6.2f} GiB{}  waits {}  {}{}{}\n", row.variant, row.times.p50 * 1e-3,
+      row.times.p10 * 1e-3, row.times.p90 * 1e-3, tflops, tflops / dense_tflops, gib(row.bytes),
+      row.predicted_bytes > 0 ? fmt::format(" (predicted {:.2f}, at exact sizes {:.2f})", gib(row.predicted_bytes), gib(row.exact_bytes)) : "", row.host_waits,
+      row.captured ? "graph" : "eager", row.dropped > 0 ? fmt::format("  dropped {}", row.dropped) : "",
+      all > 0 ? fmt::format("\n      %:{}; exchange {:.1f}, not hidden {:.1f}, ceiling {:.2f} x", shown, 100 * whole, 100 * share, 1 / (1 - share)) : "");
   fmt::print(
       file_,
       "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
       "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"MoE module\",\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},\"iterations\":{},"
-      "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"exact_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"host_"
-      "waits\":{},"
+      "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"exact_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"exchange_"
+      "with_hidden\":{},\"host_waits\":{},"
       "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}}}\n",
       c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, row.times.p50, row.times.p99, row.times.iterations, tflops,
-      tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null", row.host_waits,
-      row.captured ? "true" : "false", problem.load(), row.computed_rows, row.dropped, row.error,
-      static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
+      tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null",
+      all > 0 ? fmt::format("{:.4f}", whole) : "null", row.host_waits, row.captured ? "true" : "false", problem.load(), row.computed_rows, row.dropped,
+      row.error, static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
   std::fflush(file_), std::fflush(stdout);
 }
 

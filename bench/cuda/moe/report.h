@@ -18,8 +18,8 @@ struct Row {
   std::size_t bytes = 0, predicted_bytes = 0;  // device memory of the stack with x, d_out, out, dx; 0: not known
   std::size_t exact_bytes = 0;                 // predicted with budgets of exactly what the hottest rank receives
   std::int64_t computed_rows = 0, dropped = 0;
-  double error = 0;                         // the largest relative norm of the check
-  std::array<double, kNumPhases> phases{};  // microseconds, of eager steps; all 0: not measured
+  double error = 0;    // the largest relative norm of the check
+  PhaseSums phases{};  // of eager steps; all 0: not measured
 };
 
 class Report {
@@ -34,8 +34,5 @@ class Report {
  private:
   std::FILE* file_;
 };
-
-// Share of planning, dispatch and combine in the phases' time. Combine holds the local sum of a token's rows, dispatch the waits for the other ranks.
-double communication_share(const std::array<double, kNumPhases>& phases);
 
 }  // namespace waybill::cuda::moe_bench

@@ -95,7 +95,7 @@ Runner::~Runner() {
 void Runner::mark(Gpu& gpu, Phase phase, cudaStream_t stream) {
   if (!gpu.recording || gpu.marks.size() >= kMaxMarks) return;
   gpu.events[gpu.marks.size()]->record(stream);
-  gpu.marks.push_back({phase, gpu.in_backward});
+  gpu.marks.push_back({phase, gpu.in_backward, stream != gpu.stream.get()});
 }
 
 void Runner::check() {
@@ -162,9 +162,37 @@ StepTimes Runner::time(bool captured, int iterations) {
   return {at(0.5), at(0.1), at(0.9), at(0.99), iterations};
 }
 
-std::vector<PhaseSpan> Runner::phases(int repeats, std::array<double, kNumPhases>& sums) {
+namespace {
+
+// Length of the union of intervals.
+double covered(std::vector<std::pair<double, double>> intervals) {
+  std::sort(intervals.begin(), intervals.end());
+  double sum = 0, end = -1;
+  for (const auto& [from, to] : intervals) {
+    if (to <= end) continue;
+    sum += to - std::max(from, end), end = to;
+  }
+  return sum;
+}
+
+bool is_exchange(Phase phase) { return phase == Phase::kPlan || phase == Phase::kDispatch || phase == Phase::kCombine; }
+
+}  // namespace
+
+void add_exchange(const std::vector<PhaseSpan>& spans, int device, double& exposed, double& all) {
+  std::vector<std::pair<double, double>> exchange, others, both;
+  for (const PhaseSpan& s : spans) {
+    if (s.device != device || s.phase == Phase::kOther) continue;
+    (is_exchange(s.phase) ? exchange : others).emplace_back(s.begin_us, s.begin_us + s.us);
+    both.emplace_back(s.begin_us, s.begin_us + s.us);
+  }
+  all += covered(exchange);
+  exposed += covered(both) - covered(others);
+}
+
+std::vector<PhaseSpan> Runner::phases(int repeats, PhaseSums& sums) {
   std::vector<PhaseSpan> spans;
-  sums.fill(0);
+  sums = PhaseSums{};
   for (int i = 0; i < repeats; ++i) {
     team_.run([&](std::size_t d) {
       Gpu& gpu = *gpus_[d];
@@ -180,12 +208,21 @@ std::vector<PhaseSpan> Runner::phases(int repeats, std::array<double, kNumPhases
     });
     spans.clear();
     for (const auto& gpu : gpus_) {
-      for (std::size_t m = 0; m + 1 < gpu->marks.size(); ++m) {
-        const double us = std::max(0.0, static_cast<double>(gpu->events[m + 1]->elapsed_us_since(*gpu->events[m])));
-        spans.push_back(
-            {gpu->marks[m].phase, gpu->marks[m].is_backward, gpu->device, static_cast<double>(gpu->events[m]->elapsed_us_since(*gpu->events[0])), us});
-        sums[static_cast<std::size_t>(gpu->marks[m].phase)] += us / repeats / static_cast<double>(gpus_.size());
+      const double share = 1.0 / repeats / static_cast<double>(gpus_.size());
+      for (std::size_t m = 0; m < gpu->marks.size(); ++m) {
+        const Mark& mark = gpu->marks[m];
+        std::size_t next = m + 1;  // of the same stream
+        while (next < gpu->marks.size() && gpu->marks[next].is_beside != mark.is_beside) ++next;
+        if (next == gpu->marks.size() || (mark.is_beside && mark.phase == Phase::kOther)) continue;
+        const double us = std::max(0.0, static_cast<double>(gpu->events[next]->elapsed_us_since(*gpu->events[m])));
+        const auto begin = static_cast<double>(gpu->events[m]->elapsed_us_since(*gpu->events[0]));
+        spans.push_back({mark.phase, mark.is_backward, mark.is_beside, gpu->device, begin, us});
+        if (mark.is_beside) continue;
+        sums.main[static_cast<std::size_t>(mark.phase)] += us * share, sums.step += us * share;
       }
+      double exposed = 0, all = 0;
+      add_exchange(spans, gpu->device, exposed, all);
+      sums.exposed_exchange += exposed * share, sums.all_exchange += all * share;
     }
   }
   check();
@@ -246,8 +283,8 @@ void write_trace(const std::string& path, const std::string& title, const std::v
     fmt::print(file, "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"tid\":0,\"args\":{{\"name\":\"GPU {0}\"}}}},\n", device);
   }
   for (const int device : devices) {
-    const char* const tracks[] = {"phases of an eager step", "host: calls that queue a replay", "replays of the graph"};
-    for (int track = 0; track < (replays.empty() ? 1 : 3); ++track)
+    const char* const tracks[] = {"phases of an eager step", "the same, beside them", "host: calls that queue a replay", "replays of the graph"};
+    for (int track = 0; track < (replays.empty() ? 2 : 4); ++track)
       fmt::print(file, "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{},\"tid\":{},\"args\":{{\"name\":\"{}\"}}}},\n", device, track, tracks[track]);
   }
   for (const ReplaySpan& r : replays) {
@@ -255,12 +292,12 @@ void write_trace(const std::string& path, const std::string& title, const std::v
       fmt::print(file, "{{\"ph\":\"X\",\"name\":\"step {}\",\"cat\":\"captured\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}},\n", r.step, r.device,
                  track, begin, us);
     };
-    slice(1, r.host_begin_us, r.host_us), slice(2, r.device_begin_us, r.device_us);
+    slice(2, r.host_begin_us, r.host_us), slice(3, r.device_begin_us, r.device_us);
   }
   for (std::size_t i = 0; i < spans.size(); ++i) {
     const PhaseSpan& s = spans[i];
-    fmt::print(file, "{{\"ph\":\"X\",\"name\":\"{}\",\"cat\":\"{}\",\"pid\":{},\"tid\":0,\"ts\":{:.3f},\"dur\":{:.3f}}}{}\n", to_string(s.phase),
-               s.is_backward ? "backward" : "forward", s.device, s.begin_us, s.us, i + 1 < spans.size() ? "," : "");
+    fmt::print(file, "{{\"ph\":\"X\",\"name\":\"{}\",\"cat\":\"{}\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f}}}{}\n", to_string(s.phase),
+               s.is_backward ? "backward" : "forward", s.device, s.is_beside ? 1 : 0, s.begin_us, s.us, i + 1 < spans.size() ? "," : "");
   }
   fmt::print(file, "]}}\n");
   std::fclose(file);

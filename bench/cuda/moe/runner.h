@@ -37,10 +37,11 @@ struct StepTimes {
   int iterations = 0;
 };
 
-// What lies between two marks of a step on one GPU.
+// What lies between two marks of a step on one stream of a GPU.
 struct PhaseSpan {
   Phase phase = Phase::kOther;
   bool is_backward = false;
+  bool is_beside = false;  // not on the stack's main stream, whose spans lie end to end
   int device = 0;
   double begin_us = 0, us = 0;
 };
@@ -52,6 +53,16 @@ struct ReplaySpan {
   double device_begin_us = 0, device_us = 0;  // of the replay
 };
 
+// Microseconds of a step, means over steps and GPUs.
+struct PhaseSums {
+  std::array<double, kNumPhases> main{};  // on the main stream
+  // Exchange: plan, dispatch and combine. Combine holds the local sum of a token's rows, dispatch the waits for the other ranks. exposed: while none of another
+  // phase runs on any stream of the GPU (unions of intervals); all: hidden or not; step: from the first mark to the last.
+  double exposed_exchange = 0, all_exchange = 0, step = 0;
+};
+// Of one GPU's spans: time in which exchange runs, and the part of it in which nothing else does.
+void add_exchange(const std::vector<PhaseSpan>& spans, int device, double& exposed, double& all);
+
 class Runner {
  public:
   Runner(const StackOptions& options, Problem& problem);
@@ -60,9 +71,8 @@ class Runner {
   void step();     // forward and backward, eager; waits. Throws what went wrong
   void capture();  // after a step
   StepTimes time(bool captured, int iterations);
-  // Spans of eager steps in which the host queued ahead of the device (as far as the stack lets it): the last of `repeats` steps, and in `sums` the mean
-  // microseconds a phase over steps and GPUs.
-  std::vector<PhaseSpan> phases(int repeats, std::array<double, kNumPhases>& sums);
+  // Spans of eager steps in which the host queued ahead of the device (as far as the stack lets it): the last of `repeats` steps, and in `sums` means.
+  std::vector<PhaseSpan> phases(int repeats, PhaseSums& sums);
   // `steps` replays queued one behind the other, after capture(). The host waits for nothing between them: its calls end long before the replays do.
   std::vector<ReplaySpan> replays(int steps);
   std::size_t used_bytes() const { return used_bytes_; }  // device memory since before the stack was made, the largest GPU's, after a step
@@ -74,7 +84,7 @@ class Runner {
  private:
   struct Mark {
     Phase phase;
-    bool is_backward;
+    bool is_backward, is_beside;
   };
   struct Gpu {
     explicit Gpu(int on) : device(on), stream(on), from(true), to(true) {}
@@ -101,7 +111,7 @@ class Runner {
   std::size_t used_bytes_ = 0;
 };
 
-// Chrome trace events (Perfetto reads them), one process a GPU, phases as slices.
+// Chrome trace events (Perfetto reads them), one process a GPU, phases as slices; those beside the main stream on a track of their own.
 // replays: two more tracks a GPU, the host's calls and the graphs; or none.
 void write_trace(const std::string& path, const std::string& title, const std::vector<PhaseSpan>& spans, const std::vector<ReplaySpan>& replays);
 

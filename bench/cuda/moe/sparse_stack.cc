@@ -10,6 +10,8 @@ namespace {
 DeviceMoeOptions layer_options(const StackOptions& options) {
   DeviceMoeOptions o;
   if (options.permute) o.policy.forward = o.policy.gradient = DeviceMoePolicy::Rows::kPermute;
+  o.policy.combine_sms = options.combine_sms, o.policy.whole_x = options.whole_x;
+  o.column_blocks = options.column_blocks;
   o.exact_sizes = options.exact, o.resend_rows = options.resend;
   return o;
 }

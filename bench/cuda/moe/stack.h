@@ -34,6 +34,9 @@ struct StackOptions {
   bool exact = false;             // sparse: eager at exact sizes, no budget
   bool resend = false;            // sparse: backward sends the rows of x again
   Recipe recipe = Recipe::kBF16;  // sparse
+  int combine_sms = 0;            // sparse: of a combine that runs beside the gradient of the first weights
+  bool whole_x = false;           // sparse, beside: the rows of x have a buffer of their own
+  int column_blocks = 1;          // sparse: of y
   bool keep_weights = false;      // sparse, recipes of blocks: weights are quantised once, not in every step
 };
 
