@@ -20,7 +20,7 @@ constexpr std::int64_t kVocab = 64, kSeqLen = 32;
 
 // All mechanisms but auxiliary losses, whose value depends on the split over ranks. K = E leaves no choice of experts that rounding could change.
 // `options`: expert biases, and in the last layer the dense-map path.
-ModelConfig small_model(int P, std::int64_t K = 2, bool options = false, Recipe recipe = Recipe::kF32) {
+ModelConfig small_model(int P, std::int64_t K = 2, bool options = false, Recipe recipe = Recipe::kF32, float global = 0) {
   ModelConfig c;
   c.vocab = kVocab, c.H = 64, c.num_heads = 4, c.num_kv_heads = 2, c.head_dim = 16, c.seq_len = kSeqLen, c.qk_norm = true, c.init_std = 0.08f;
   for (int i = 0; i < 3; ++i) {
@@ -29,6 +29,7 @@ ModelConfig small_model(int P, std::int64_t K = 2, bool options = false, Recipe 
     layer.moe.E = 8, layer.moe.K = K, layer.moe.F = recipe == Recipe::kF32 ? 48 : 64, layer.moe.recipe.kind = recipe, layer.moe.H = c.H,
     layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
     layer.moe.router.E = 8, layer.moe.router.K = K, layer.moe.router.score = ScoreFunction::kSigmoid, layer.moe.router.renormalise = true;
+    layer.moe.global_coefficient = global;
     layer.moe.expert_bias = options, layer.moe.force_dense_map = options && i == 2;
     if (!layer.is_moe) layer.moe = MoeConfig{};
   }
@@ -53,17 +54,17 @@ class BothSides {
  public:
   static constexpr std::int64_t kSequences = 8, kMicroBatches = 2;
 
-  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false, Recipe recipe = Recipe::kF32)
+  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false, Recipe recipe = Recipe::kF32, float global = 0)
       : W_(W),
         fabric_(make_single_fabric()),
-        cpu(small_model(1, K, more, recipe), *fabric_, kSeed),
+        cpu(small_model(1, K, more, recipe, global), *fabric_, kSeed),
         states(make_optimizer_states(cpu.parameters())),
-        list(model::make_parameters(small_model(1, K, more, recipe), 0, kSeed, nullptr)),
+        list(model::make_parameters(small_model(1, K, more, recipe, global), 0, kSeed, nullptr)),
         gpu_states(make_optimizer_states(list.parameters)) {
     register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
     DeviceModelOptions options;
     options.B = kSequences / W, options.micro_batches = kMicroBatches, options.receive_factor = receive_factor, options.steps_in_flight = 4;
-    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more, recipe), W, list, options);
+    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more, recipe, global), W, list, options);
     gpu->upload(gpu_states, 0);
   }
 
@@ -166,6 +167,27 @@ TEST(DeviceModel, RecipesOfBlocksFollowTheCpu) {
         EXPECT_EQ(gpu.update.valid, 1) << to_string(recipe);
         EXPECT_NEAR(gpu.update.loss, cpu.loss, loss_bound * cpu.loss) << to_string(recipe) << ", " << W << " ranks, step " << step;
         EXPECT_NEAR(gpu.update.norm, norm, norm_bound * norm) << to_string(recipe) << ", " << W << " ranks, step " << step;
+      }
+    }
+  }
+}
+
+// A large coefficient, so that the gate's gradient is mostly this loss's: what it counted in the first micro-batch is in the second one's.
+TEST(DeviceModel, AGlobalLossCountsTheMicroBatchesBefore) {
+  WB_NEEDS_GPU();
+  for (const int W : {1, 2, 4}) {
+    BothSides both(W, 0, /*K=*/2, /*more=*/false, Recipe::kF32, /*global=*/20.0f);
+    for (int step = 0; step < 2; ++step) {  // the second begins to count anew
+      const DeviceStepResult gpu = both.gpu_step(step);
+      const StepStats cpu = both.cpu_step(step);
+      for (std::size_t i = 0; i < gpu.layers.size(); ++i) {
+        EXPECT_NEAR(gpu.layers[i].global, cpu.layers[i].global, 2e-3 * cpu.layers[i].global) << W << " ranks, step " << step << ", layer " << i;
+      }
+      both.gpu->download_gradients();
+      for (std::size_t i = 0; i < both.list.parameters.size(); ++i) {
+        const Parameter& p = both.list.parameters[i];
+        if (!p.trainable || !p.name.ends_with("moe.gate")) continue;
+        EXPECT_LE(relative_l2(p.grad, both.cpu.parameters()[i].grad), 0.06) << p.name << ", " << W << " ranks, step " << step;
       }
     }
   }

@@ -22,6 +22,7 @@ void DevicePart::make_experts(const std::vector<MoeConfig>& configs, const Local
     Experts& e = experts_.emplace_back();
     e.layer = std::make_unique<DeviceMoeLayer>(config, ranks, share_.device, book, options);
     e.step = e.layer->make_step();
+    if (config.global_coefficient != 0) e.accumulated = DeviceBuffer(static_cast<std::size_t>(config.E) * sizeof(std::int32_t), share_.device);
   }
 }
 
@@ -48,7 +49,17 @@ void DevicePart::feed_forward(std::size_t layer, const Forward& options) {
   forward.rounding_seed = random_u64(random_u64(random_u64(options.step_seed, layer), options.micro_batch), 0);
   const std::vector<MoeTensors> values = moe_values(layer);
   const std::size_t index = moe_index_[layer];
-  experts_[index].layer->forward(std::span(values.data(), W), x, out, experts_[index].step, forward, stream_);
+  Experts& e = experts_[index];
+  std::vector<TensorView> accumulated;
+  const bool accumulates = options.training && e.accumulated.data() != nullptr;
+  if (accumulates) {
+    accumulated.assign(W, TensorView(e.accumulated.data(), DType::kI32, {config_.layers[layer].moe.E}, x[0].device));
+    forward.accumulated_counts = accumulated, forward.accumulated_tokens = options.accumulated_tokens;
+  }
+  e.layer->forward(std::span(values.data(), W), x, out, e.step, forward, stream_);
+  if (accumulates) {  // the same on every rank
+    WB_TRY_CUDA(cudaMemcpyAsync(e.accumulated.data(), e.step.global_counts(0), e.accumulated.bytes(), cudaMemcpyDeviceToDevice, stream_));
+  }
   collect(index);
   mark(Phase::kDense);
   float* to = layer + 1 < saved_.size() ? saved_[layer + 1].x.as<float>() : x_out_.as<float>();

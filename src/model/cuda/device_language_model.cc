@@ -58,7 +58,6 @@ void DeviceLanguageModel::check(const ModelConfig& config, int W, const DeviceMo
     refuse_if(!layer.is_moe && layer.dense_F % 8 != 0, fmt::format("layer {}: dense_F = {}, not a multiple of 8", i, layer.dense_F));
     if (!layer.is_moe) continue;
     refuse_if(layer.P != W, fmt::format("layer {}: {} expert-parallel ranks in a world of {} (replicas of experts)", i, layer.P, W));
-    refuse_if(layer.moe.global_coefficient > 0 && options.micro_batches > 1, fmt::format("layer {}: a global auxiliary loss over several micro-batches", i));
     (void)DeviceMoeLayer::arena_bytes(device_moe_config(config, layer, options), W);
   }
 }
@@ -200,6 +199,7 @@ void DeviceLanguageModel::queue_step(const Batches& batches, const DeviceUpdate&
     forward(batches[m], options);
     for (const auto& part : parts_) part->loss(static_cast<float>(loss_scale), /*gradient=*/true);
     backward(m == 0);
+    options.accumulated_tokens += options.valid_tokens;
     options.token_offset += W_ * options_.B * config_.seq_len;
   }
   reduce();

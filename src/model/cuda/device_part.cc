@@ -112,6 +112,9 @@ void DevicePart::load(std::span<const model::TokenBatch> ranks) {
 void DevicePart::begin_step() {
   const DeviceGuard guard(share_.device);
   record_.fill(0, stream_);
+  for (const Experts& e : experts_) {
+    if (e.accumulated.data() != nullptr) e.accumulated.fill(0, stream_);
+  }
   WB_TRY_CUDA(cudaMemsetAsync(parameters_.grads(), 0, static_cast<std::size_t>(parameters_.num_replicated()) * sizeof(float), stream_));
 }
 

@@ -44,6 +44,7 @@ class DevicePart {
     bool training = true;
     double loss_tokens = 0, loss_sequences = 0;  // of the global batch
     double valid_tokens = 0;                     // of this micro-batch, all ranks
+    double accumulated_tokens = 0;               // of the step's micro-batches before it
     std::int64_t token_offset = 0;
     bool padding = false;                          // some rank of the world has padding
     bool weights_unchanged = false;                // since the last forward
@@ -76,6 +77,7 @@ class DevicePart {
   struct Experts {
     std::unique_ptr<DeviceMoeLayer> layer;
     DeviceMoeStep step;
+    DeviceBuffer accumulated;  // i32 [E]: what the global loss counted in the step's micro-batches so far; where there is such a loss
   };
   // A gradient that each rank has its own of, [num_ranks, size].
   struct RankGradient {
