@@ -19,7 +19,7 @@ namespace {
 struct MoeBenchOptions {
   BenchOptions common;
   GpuMoeBench gpu;
-  std::vector<std::string> stacks;
+  std::vector<std::string> stacks, recipes;
   bool no_ablation = false;
 };
 
@@ -187,6 +187,9 @@ void run_on_gpu(const CLI::App& command, MoeBenchOptions options) {
   for (const std::string& stack : options.stacks) {
     for (const std::string& name : split(stack)) gpu.stacks.push_back(name);
   }
+  for (const std::string& recipe : options.recipes) {
+    for (const std::string& name : split(recipe)) gpu.recipes.push_back(name);
+  }
   gpu.no_ablation = options.no_ablation;
   const int code = bench_moe_on_gpu(options.common, gpu);
   if (code != 0) throw CLI::RuntimeError(code);
@@ -234,8 +237,8 @@ void register_bench_moe(CLI::App& bench) {
   auto options = std::make_shared<MoeBenchOptions>();
   add_common_options(*command, options->common);
   command->add_option("--stacks", options->stacks,
-                      "designs to compare with sparse (default: all): loop padded capacity block-sparse dense-map; cuda: sparse exact exact-resend dense-map "
-                      "padded capacity loop");
+                      "designs to compare with sparse (default: all): loop padded capacity block-sparse dense-map; cuda: sparse beside exact exact-resend "
+                      "exact-blocks dense-map padded capacity loop");
   command->add_flag("--no-ablation", options->no_ablation, "leave out the ladder from the dense map to the sparse layer");
   command->get_option("--load")->description("router (its own choice on random tokens), " + load_names() + ", or recorded:RUN/routes/STEP/LAYER");
   options->common.load = "router";
@@ -248,6 +251,7 @@ void register_bench_moe(CLI::App& bench) {
   command->add_option("--receive-factor", options->gpu.receive_factor, "cuda: budget of sparse and dense-map")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  command->add_option("--recipe", options->recipes, "cuda: also the sparse layer under fp8, mxfp8 or nvfp4");
   command->add_flag("--f32-gradients", options->gpu.f32_gradients, "cuda: also with weight gradients added to in fp32");
   command->add_flag("--no-peer", options->gpu.no_peer, "cuda: without the PyTorch layer");
   command->add_option("--trace", options->gpu.trace, "cuda: write the phases of a step for Perfetto");
@@ -255,7 +259,7 @@ void register_bench_moe(CLI::App& bench) {
   command->add_option("--python", options->gpu.python, "cuda: interpreter of the PyTorch layer and of --plot")->capture_default_str();
   command->callback([options, command] {
     if (options->common.device == "cuda") return run_on_gpu(*command, *options);
-    for (const char* name : {"--receive-factor", "--f32-gradients", "--no-peer", "--trace", "--plot", "--python"}) {
+    for (const char* name : {"--receive-factor", "--recipe", "--f32-gradients", "--no-peer", "--trace", "--plot", "--python"}) {
       WB_CHECK(command->get_option(name)->count() == 0, "{} needs --device cuda", name);
     }
     run(*options);

@@ -64,8 +64,11 @@ struct Scratch {
 // The PyTorch layer on the same GPUs, one process each. Why it did not run, or "".
 std::string run_peer(const BenchOptions& common, const GpuMoeBench& options, int ranks, const std::string& out) {
   if (options.no_peer) return "--no-peer";
-  if (!options.loads.empty() && std::find(options.loads.begin(), options.loads.end(), "natural") == options.loads.end())
-    return "it is compared at natural routes (--load router) only";
+  std::vector<std::string> loads;
+  for (const std::string& load : options.loads) {
+    if (!load.starts_with("recorded:")) loads.push_back(load);
+  }
+  if (loads.empty() && !options.loads.empty()) return "it does not replay recorded routes";
   const std::string script = source_file("bench/peers/torch_moe_ep.py");
   if (script.empty()) return "bench/peers/torch_moe_ep.py was found neither here nor above the command";
   if (std::system((quoted(options.python) + " -c 'import torch' >/dev/null 2>&1").c_str()) != 0) return "no PyTorch in " + options.python;
@@ -75,18 +78,20 @@ std::string run_peer(const BenchOptions& common, const GpuMoeBench& options, int
     command += " --shape";
     for (const std::string& shape : options.shapes) command += " " + quoted(shape);
   }
+  if (!loads.empty()) command += " --load";
+  for (const std::string& load : loads) command += " " + quoted(load);
   std::fflush(stdout);
   return std::system(command.c_str()) == 0 ? "" : "it failed (see above)";
 }
 
-// Natural load: time and memory of every variant over those of the PyTorch layer, by shape.
+// Time and memory of every variant over those of the PyTorch layer, by shape and load.
 void print_ratios(const json& records) {
-  Table table({"shape", "variant", "ms", "TFLOP/s/GPU", "over PyTorch grouped", "over PyTorch loop", "peak GiB", "of PyTorch's"});
+  Table table({"shape", "load", "variant", "ms", "TFLOP/s/GPU", "over PyTorch grouped", "over PyTorch loop", "peak GiB", "of PyTorch's"});
   for (const json& r : records) {
-    if (!r.contains("tflops") || r.value("load", "") != "natural" || r["variant"].get<std::string>().starts_with("torch")) continue;
+    if (!r.contains("tflops") || r["variant"].get<std::string>().starts_with("torch")) continue;
     const auto peer = [&](const char* variant) -> const json* {
       for (const json& p : records) {
-        if (p["case"] == r["case"] && p["variant"] == variant) return &p;
+        if (p["case"] == r["case"] && p["variant"] == variant && p.value("load", "") == r.value("load", "")) return &p;
       }
       return nullptr;
     };
@@ -96,7 +101,7 @@ void print_ratios(const json& records) {
       const double mine = r[what].get<double>(), its = (*p)[what].get<double>();
       return fmt::format("{:.2f}", std::string(what) == "value" ? its / mine : mine / its);
     };
-    table.add({r["case"].get<std::string>(), r["variant"].get<std::string>(), fmt::format("{:.3f}", r["value"].get<double>() * 1e-3),
+    table.add({r["case"].get<std::string>(), r.value("load", ""), r["variant"].get<std::string>(), fmt::format("{:.3f}", r["value"].get<double>() * 1e-3),
                fmt::format("{:.0f}", r["tflops"].get<double>()), over(grouped, "value"), over(loop, "value"),
                fmt::format("{:.2f}", r["peak_bytes"].get<double>() / (1 << 30)), over(grouped, "peak_bytes")});
   }
@@ -122,7 +127,8 @@ int bench_moe_on_gpu(const BenchOptions& common, const GpuMoeBench& options) {
   };
   pass("--shapes", common.shapes_file.empty() ? shared_file("moe.toml", "--shapes") : common.shapes_file);
   pass("--shape", fmt::format("{}", fmt::join(options.shapes, ","))), pass("--load", fmt::format("{}", fmt::join(options.loads, ",")));
-  pass("--stack", fmt::format("{}", fmt::join(options.stacks, ","))), pass("--trace", options.trace);
+  pass("--stack", fmt::format("{}", fmt::join(options.stacks, ","))), pass("--recipe", fmt::format("{}", fmt::join(options.recipes, ",")));
+  pass("--trace", options.trace);
   pass("--factor", fmt::format("{}", options.receive_factor));
   if (!options.no_ablation) arguments.emplace_back("--ablation");
   if (options.f32_gradients) arguments.emplace_back("--f32");

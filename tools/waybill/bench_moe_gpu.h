@@ -10,7 +10,7 @@
 namespace waybill::cli {
 
 struct GpuMoeBench {
-  std::vector<std::string> shapes, loads, stacks;  // empty: the benchmark's own
+  std::vector<std::string> shapes, loads, stacks, recipes;  // empty: the benchmark's own; recipes: bf16 alone
   std::string trace, plot, python = "python3";
   double receive_factor = 1.25;
   bool no_ablation = false, f32_gradients = false, no_peer = false;
