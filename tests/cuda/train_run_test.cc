@@ -79,17 +79,18 @@ TEST_F(TrainCuda, AShortRunOfTheDemoFollowsTheCpusLossesAndItsCountersAddUp) {
   }
 }
 
-// The same codes and random numbers on both sides but for what bf16 moves.
+// The same codes and random numbers on both sides but for what bf16 moves. At the demo's rate of 5e-3 losses spike from step 8 on, and two runs that differ by
+// rounding spike at different steps; at 1.5e-3 the CPU's fp8 run stays within 0.2 % of its fp32 one for all of these steps.
 TEST_F(TrainCuda, RunsUnderEveryRecipeFollowTheCpus) {
   for (const char* recipe : {"fp8", "mxfp8", "nvfp4"}) {
     SCOPED_TRACE(recipe);
     Overrides overrides = kShort;
-    overrides.insert(overrides.end(), {std::string("moe.recipe=") + recipe, "train.micro_batches=2", "train.steps=12"});
+    overrides.insert(overrides.end(), {std::string("moe.recipe=") + recipe, "train.micro_batches=2", "train.steps=12", "train.learning_rate=1.5e-3"});
     const std::string name = recipe;
     const Outcome cpu = run("demo", name + "_cpu", "cpu", overrides), gpu = run("demo", name + "_gpu", "cuda", overrides);
     ASSERT_EQ(gpu.recording.losses.size(), cpu.recording.losses.size());
-    for (std::size_t i = 0; i < cpu.recording.losses.size(); ++i) {  // later steps as in expect_close()
-      const double bound = i >= 6 ? 0.05 : (name == "nvfp4" ? 0.03 : 0.015);
+    for (std::size_t i = 0; i < cpu.recording.losses.size(); ++i) {
+      const double bound = name == "nvfp4" ? 0.03 : 0.015;
       EXPECT_NEAR(gpu.recording.losses[i], cpu.recording.losses[i], bound * cpu.recording.losses[i]) << "step " << i + 1;
     }
     EXPECT_LT(gpu.recording.losses.back(), gpu.recording.losses.front() - 0.3);
