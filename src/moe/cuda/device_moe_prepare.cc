@@ -5,6 +5,7 @@
 #include "core/cuda/load_kernels.h"
 #include "core/cuda/scratch_buffer.h"
 #include "moe/cuda/device_moe_impl.h"
+#include "waybill/log.h"
 
 namespace waybill::cuda {
 namespace {
@@ -47,7 +48,7 @@ void DeviceMoeLayer::Impl::prepare(const Forward& f) {
   f.saved.padding_masks = masks;
   const Forward rehearsed{f.parameters, x, out, f.saved, forward_options, f.stream};
   set_totals(rehearsed);
-  load_kernels(f.stream, [&] {
+  const auto rehearse = [&] {
     forward(rehearsed);
     if (!f.options.training) return;
     for (const auto& [dtype, accumulate] : {std::pair(DType::kBF16, false), std::pair(DType::kF32, false), std::pair(DType::kF32, true)}) {
@@ -58,7 +59,13 @@ void DeviceMoeLayer::Impl::prepare(const Forward& f) {
       if (takes_map(f.saved)) backward_options.d_dense_maps = maps;
       backward({f.parameters, gradients, x, x, out, f.saved, backward_options, f.stream});
     }
-  });
+  };
+  try {
+    load_kernels(f.stream, rehearse);
+  } catch (const Error& error) {  // a capture can be spoilt by what other threads do; what is wrong with the call shows in the call
+    warn_once("moe.prepare",
+              fmt::format("kernels of the MoE layer are loaded when they are launched, which may hold up a peer's first step: {}", error.what()));
+  }
   f.saved.ready = false, f.saved.weights_version = 0, weights_version = version, dense_forwards = num_dense;
   f.saved.padding_masks.assign(f.options.padding_masks.begin(), f.options.padding_masks.end());
   for (std::size_t i = 0; i < count(); ++i) set_routes(f.saved, i, f.x[i].shape[0]);
