@@ -2,7 +2,7 @@
 // The layer's state and its steps. forward() and backward() in device_moe_forward.cc and device_moe_backward.cc are the table of contents.
 #pragma once
 
-#include <set>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -254,7 +254,7 @@ struct DeviceMoeLayer::Impl {
   std::vector<DeviceStatus> status;       // of the router and the matmuls; the exchange has its own
   LocalRanks ranks{};
   bool in_range = false;
-  std::set<cudaStream_t> prepared;
+  std::map<cudaStream_t, bool> prepared;  // by prepare(); whether with backward
   std::int64_t dense_forwards = 0;
   CudaStream side;      // runs beside the caller's stream between fork() and join()
   UrgentStream beside;  // the same, for a combine that needs few SMs, but these at once

@@ -30,7 +30,9 @@ void set_matmul_dtypes(MoeTensors& t, DType dtype) {
 void DeviceMoeLayer::Impl::prepare(const Forward& f) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (options.nodes > 1) return;  // rails talk when they are called
-  if (f.stream == nullptr || f.stream == cudaStreamLegacy || f.stream == cudaStreamPerThread || prepared.contains(f.stream)) return;
+  if (f.stream == nullptr || f.stream == cudaStreamLegacy || f.stream == cudaStreamPerThread) return;
+  const auto known = prepared.find(f.stream);
+  if (known != prepared.end() && (known->second || !f.options.training)) return;
   WB_TRY_CUDA(cudaStreamIsCapturing(f.stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) return;
   void* any = scratch[0].data();
@@ -70,7 +72,7 @@ void DeviceMoeLayer::Impl::prepare(const Forward& f) {
   f.saved.padding_masks.assign(f.options.padding_masks.begin(), f.options.padding_masks.end());
   for (std::size_t i = 0; i < count(); ++i) set_routes(f.saved, i, f.x[i].shape[0]);
   set_totals(f);
-  prepared.insert(f.stream);
+  prepared[f.stream] = f.options.training;
 }
 
 }  // namespace waybill::cuda
