@@ -13,7 +13,7 @@ namespace waybill::cuda {
 namespace {
 
 class MoeCudaForms : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, MoeCudaForms, ::testing::Values(1, 2, 4, 8), ::testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(Ranks, MoeCudaForms, ::testing::Values(1, 2, 8), ::testing::PrintToStringParamName());
 
 // The combine of dx beside the gradient of the first weights: another order of launches, the same sums.
 void expect_bits_beside(int P, const std::vector<int>& devices) {
@@ -33,7 +33,7 @@ void expect_bits_beside(int P, const std::vector<int>& devices) {
     MoeGpuOptions options;
     options.devices = devices, options.out_dtype = v.out, options.layer.exact_sizes = v.exact;
     GpuMoe reference(c, P, w, options);
-    for (const int sms : {4, 32, 132}) {
+    for (const int sms : {v.exact ? 4 : 32, 132}) {
       options.layer.policy = {Rows::kAuto, v.gradient, sms, /*whole_x=*/sms == 4};
       GpuMoe gpu(c, P, w, options);
       for (std::uint64_t round = 0; round < 3; ++round) {
@@ -64,7 +64,7 @@ TEST_P(MoeCudaForms, ACombineBesideTheFirstWeightsGradientHasTheSameBits) {
 
 TEST(MoeTwoGpus, ACombineBesideTheFirstWeightsGradientHasTheSameBits) {
   if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
-  for (const int P : {2, 4}) expect_bits_beside(P, {0, 1});
+  expect_bits_beside(2, {0, 1});
 }
 
 // Results of the second matmul and gradients of rows in blocks of columns.
@@ -84,7 +84,7 @@ void expect_bits_in_blocks(int P, const std::vector<int>& devices) {
     options.layer.exact_sizes = v.exact, options.layer.resend_rows = v.resend;
     options.accumulate = v.gradient == DType::kF32 && v.resend;
     GpuMoe reference(c, P, w, options);
-    for (const int blocks : {2, 3, 100}) {
+    for (const int blocks : {v.exact ? 2 : 3, 100}) {
       options.layer.column_blocks = blocks;
       GpuMoe gpu(c, P, w, options);
       for (std::uint64_t round = 0; round < 3; ++round) {
@@ -110,7 +110,8 @@ TEST(MoeTwoGpus, BlocksOfColumnsHaveTheSameBits) {
 }
 
 // One thread is late before every phase, so that the other one loads its kernels and makes its scratch while its GPU waits for the late one: nothing that it
-// holds meanwhile may be what the late one needs. Kernels of a recipe that runs for the first time in the process are the hard case; each thread leads once.
+// holds meanwhile may be what the late one needs, such as a lock. Kernels of a recipe that runs for the first time in the process are the hard case; each
+// thread leads once.
 TEST(MoeTwoGpus, AFirstStepUnderAnyRecipeDoesNotHoldUpALateThread) {
   if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
   for (const Recipe recipe : {Recipe::kFP8, Recipe::kMXFP8, Recipe::kNVFP4, Recipe::kBF16}) {

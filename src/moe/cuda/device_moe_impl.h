@@ -237,7 +237,7 @@ struct DeviceMoeLayer::Impl {
   MoeConfig config;
   DeviceMoeOptions options;
   Device where;
-  int P;                                              // of all nodes; ranks.table.size of them on this one
+  int P;  // of all nodes; ranks.table.size of them on this one
   int sm_count = 0;
   std::int64_t L, S, R;                               // local experts; slots and rows of the budgets
   std::vector<std::int32_t> rank_table, local_table;  // of expanded ids, with slices of F
