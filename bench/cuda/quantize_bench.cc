@@ -17,8 +17,10 @@
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
 #include "cuda/gemm_spin.h"
+#include "ops/quantize/cuda/qdq.h"
 #include "ops/quantize/cuda/quantize_cuda.h"
 #include "waybill/quantize.h"
+#include "waybill/recipe.h"
 
 namespace waybill::cuda {
 namespace {
@@ -169,6 +171,60 @@ void measure(const std::string& name, std::int64_t S, std::int64_t C, const std:
   }
 }
 
+// Rounded to a format and widened again by one kernel, as the layer's operands under mxfp8 and nvfp4 are; without draws and rotation the bits are those of
+// quantize() and dequantize().
+void measure_rounding(const std::string& name, std::int64_t S, std::int64_t C, const std::vector<std::int32_t>& offsets, const CudaStream& stream) {
+  const Case c(S, C, offsets);
+  const Stream s{kGpu, stream.get(), nullptr};
+  const auto L = static_cast<std::int64_t>(offsets.size()) - 1;
+  const double n = static_cast<double>(offsets.back()) * static_cast<double>(C);
+  const DeviceBuffer group_scales(static_cast<std::size_t>(L) * 4 + 16), firsts(static_cast<std::size_t>(L) * 4 + 16);
+  const DeviceBuffer y(static_cast<std::size_t>((S + 15 * L) * C * 2)), again(static_cast<std::size_t>(S * C * 2));
+  const Timed copied = time_burst(stream, [&](int i) {
+    WB_TRY_CUDA(cudaMemcpyAsync(c.y(2 * i).data, c.x(2 * i).data, static_cast<std::size_t>(S * C) * 2, cudaMemcpyDeviceToDevice, stream.get()));
+  });
+  const double copy = 4 * static_cast<double>(S * C) / copied.us * 1e-6;
+  for (const Recipe kind : {Recipe::kMXFP8, Recipe::kNVFP4}) {
+    for (const auto& [operand, contraction] : {std::pair(Operand::kActivation, Contraction::kColumns), std::pair(Operand::kActivation, Contraction::kRows),
+                                               std::pair(Operand::kWeight, Contraction::kColumns), std::pair(Operand::kGradient, Contraction::kColumns),
+                                               std::pair(Operand::kGradient, Contraction::kRows)}) {
+      const bool is_nvfp4 = kind == Recipe::kNVFP4, rotates = is_nvfp4 && operand == Operand::kGradient && contraction == Contraction::kRows;
+      if (!is_nvfp4 && operand != Operand::kActivation) continue;
+      RecipeConfig recipe;
+      recipe.kind = kind;
+      const QuantConfig f = operand_format(recipe, operand, contraction);
+      const auto call = [&](int i) {
+        QdqCall p{};
+        p.x = {c.x(i).data, true, C, S, static_cast<int>(C), static_cast<const std::int32_t*>(c.offsets().data), static_cast<int>(L), nullptr};
+        p.y = y.data(), p.element = f.element, p.scale = f.scale, p.rule = f.rule, p.stochastic = f.stochastic, p.hadamard = rotates;
+        p.block_rows = static_cast<int>(f.block_rows), p.block_columns = static_cast<int>(f.block_columns);
+        p.group_scales = group_scales.as<float>(), p.y_offsets = rotates ? firsts.as<std::int32_t>() : nullptr, p.seed.value = 7;
+        launch_qdq(p, stream.get());
+      };
+      bool is_same = true;
+      if (!f.stochastic) {
+        const QuantizedView q = c.out(f, 0, false);
+        const TensorView wide = view_of(again, DType::kBF16, {S, C});
+        quantize(f, c.x(0), c.offsets(), q, s), dequantize(f, q, c.offsets(), wide, s);
+        call(0);
+        std::vector<std::uint16_t> want(static_cast<std::size_t>(offsets.back() * C)), got(want.size());
+        stream.synchronize();
+        WB_TRY_CUDA(cudaMemcpy(want.data(), again.data(), want.size() * 2, cudaMemcpyDeviceToHost));
+        WB_TRY_CUDA(cudaMemcpy(got.data(), y.data(), got.size() * 2, cudaMemcpyDeviceToHost));
+        is_same = want == got;
+      }
+      const Timed t = time_burst(stream, call);
+      const std::string variant = fmt::format("round and widen {} {}x{}{}{}", is_nvfp4 ? "NVFP4" : "MXFP8", f.block_rows, f.block_columns,
+                                              f.stochastic ? " stochastic" : "", rotates ? " rotated" : "");
+      if (f.stochastic) {  // compared by the tests only: no record
+        fmt::print("{:<34} {:<38} {:8.1f} us\n", name, variant, t.us);
+      } else {
+        record(name, variant, n * (is_nvfp4 ? 6 : 4), t, copy, false, is_same);
+      }
+    }
+  }
+}
+
 int main_checked(int argc, char** argv) {
   std::string path = "quantize.jsonl";
   bool with_loads = false;
@@ -190,6 +246,8 @@ int main_checked(int argc, char** argv) {
   for (int g = 0; g < 64; ++g) ragged.push_back(g == 63 ? 8192 : std::min(8192, ragged.back() + (g % 7 == 3 ? 0 : 61 + g * 37 % 173)));
   measure("8192x7168, 64 ragged groups", 8192, 7168, ragged, stream);
   measure("65536x2048, 64 groups", 65536, 2048, bench::load_offsets("even", 64, 1024), stream);
+  measure_rounding("8192x7168", 8192, 7168, {0, 8192}, stream);
+  measure_rounding("65536x2048, 64 groups", 65536, 2048, bench::load_offsets("even", 64, 1024), stream);
   for (const char* load : bench::kWorkloads) {
     if (!with_loads) break;
     const std::vector<std::int32_t> offsets = bench::load_offsets(load, 64, 128);

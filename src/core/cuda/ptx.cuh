@@ -75,6 +75,13 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return r;
 }
 
+// Byte i of the result is the byte of {b, a} (a lowest) that bits 4 i .. 4 i + 2 of `selector` name, or its sign in all bits where bit 4 i + 3 is set.
+__device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+  std::uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
 // --- global loads and stores that are used once ---
 __device__ __forceinline__ uint4 ld_stream_v4(const void* p) {
   uint4 r;
@@ -164,6 +171,15 @@ __device__ __forceinline__ void mbarrier_wait(std::uint64_t* bar, std::uint32_t 
                    smem_address(bar)),
                "r"(parity)
                : "memory");
+}
+// Whether the phase is over; may wait a little.
+__device__ __forceinline__ bool mbarrier_try(std::uint64_t* bar, std::uint32_t parity) {
+  std::uint32_t is_over;
+  asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(is_over)
+               : "r"(smem_address(bar)), "r"(parity)
+               : "memory");
+  return is_over != 0;
 }
 // 16-byte aligned addresses, a multiple of 16 bytes; completes on `bar`.
 __device__ __forceinline__ void bulk_load(void* smem, const void* gmem, std::uint32_t bytes, std::uint64_t* bar) {

@@ -177,7 +177,7 @@ void launch_format(const WideRows& y, const CodedRows& in, cudaStream_t stream) 
 }  // namespace
 
 void launch_dequantize(const WideRows& y, const CodedRows& in, cudaStream_t stream) {
-  if (y.rows == 0 || y.columns == 0 || y.groups == 0) return;
+  if (y.rows == 0 || y.columns == 0 || y.groups == 0 || launch_dequantize_wide(y, in, stream)) return;
   if (in.element == ElementFormat::kE4M3) launch_format<ElementFormat::kE4M3>(y, in, stream);
   if (in.element == ElementFormat::kE5M2) launch_format<ElementFormat::kE5M2>(y, in, stream);
   if (in.element == ElementFormat::kE2M1) launch_format<ElementFormat::kE2M1>(y, in, stream);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // NVFP4's scale of a group, 448 * 6 / (its largest magnitude): one pass over x, 2 or 4 bytes an element read. Grid: persistent, 256 threads;
-// a CTA takes 32 rows at a time and adds its maximum to the group's by an atomic maximum of bits, whose order does not matter. A second
+// a CTA takes 8 rows at a time, a warp a row, and adds its maximum to the group's by an atomic maximum of bits, whose order does not matter. A second
 // launch turns magnitudes into scales. A NaN counts for nothing here: it spoils its block only.
 #include "ops/quantize/cuda/codec.cuh"
 #include "ops/quantize/cuda/group_table.cuh"
@@ -9,7 +9,7 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr int kThreads = 256, kRows = 32, kGrid = 132 * 8;
+constexpr int kThreads = 256, kRows = 8, kGrid = 132 * 8, kUnderWay = 4;
 
 __device__ __forceinline__ std::uint32_t number(std::uint32_t bits) {
   const std::uint32_t magnitude = bits & kMagnitudeBits;
@@ -20,20 +20,25 @@ __device__ __forceinline__ std::uint32_t number_pair(std::uint32_t pair) { retur
 // Rows [begin, end), a warp a row; is_wide: pieces of 16 bytes.
 __device__ std::uint32_t largest(const WideRows& x, int begin, int end, bool is_wide) {
   std::uint32_t amax = 0;
-  const int per = x.is_bf16 ? 8 : 4, pieces = is_wide ? x.columns / per : x.columns, lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < end; row += kThreads / 32) {
     const std::int64_t source = source_row(x, row);
     if (source < 0) continue;
-#pragma unroll 4
-    for (int piece = lane; piece < pieces; piece += 32) {
-      if (!is_wide) {
-        amax = max(amax, number(__float_as_uint(load_value(x, row, piece))));
-        continue;
+    if (!is_wide) {
+      for (int c = lane; c < x.columns; c += 32) amax = max(amax, number(__float_as_uint(load_value(x, row, c))));
+      continue;
+    }
+    const std::uint8_t* from = static_cast<const std::uint8_t*>(x.data) + source * x.stride * (x.is_bf16 ? 2 : 4);
+    const std::int64_t bytes = std::int64_t{x.columns} * (x.is_bf16 ? 2 : 4);
+    for (std::int64_t at = 16 * lane; at < bytes; at += kUnderWay * 512) {
+      uint4 v[kUnderWay];
+#pragma unroll
+      for (int i = 0; i < kUnderWay; ++i) v[i] = at + 512 * i < bytes ? ptx::ld_stream_v4(from + at + 512 * i) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < kUnderWay; ++i) {
+        amax = x.is_bf16 ? max(max(amax, number_pair(v[i].x)), max(number_pair(v[i].y), max(number_pair(v[i].z), number_pair(v[i].w))))
+                         : max(max(amax, number(v[i].x)), max(number(v[i].y), max(number(v[i].z), number(v[i].w))));
       }
-      const std::int64_t at = (source * x.stride + static_cast<std::int64_t>(piece) * per) * (x.is_bf16 ? 2 : 4);
-      const uint4 v = ptx::ld_stream_v4(static_cast<const std::uint8_t*>(x.data) + at);
-      amax = x.is_bf16 ? max(max(amax, number_pair(v.x)), max(number_pair(v.y), max(number_pair(v.z), number_pair(v.w))))
-                       : max(max(amax, number(v.x)), max(number(v.y), max(number(v.z), number(v.w))));
     }
   }
   return amax;

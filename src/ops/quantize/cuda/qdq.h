@@ -14,8 +14,9 @@ struct SeedSource {
   const std::uint64_t* pointer = nullptr;
 };
 
-// Formats: E4M3 under E8M0 and E2M1 under E4M3 (NVFP4), blocks of 1, 16 or 32 rows and columns. C a multiple of 8 and of block_columns, rows aligned to
-// 16 bytes. Group g takes the random numbers of the key random_u64(random_u64(seed, draws), first_id + g * id_stride), as src/moe/recipe_operands.cc does.
+// Formats: MXFP8 in blocks of 1 x 32 and 32 x 1, NVFP4 in 1 x 16, 16 x 1 and 16 x 16; another one is an error. C a multiple of 8 and of block_columns,
+// rows aligned to 16 bytes. Only NVFP4's vectors are rounded stochastically, only its columns are rotated. Group g takes the random numbers of the key
+// random_u64(random_u64(seed, draws), first_id + g * id_stride), as src/moe/recipe_operands.cc does.
 struct QdqCall {
   WideRows x;  // bf16. rows, offsets, groups: of the slots; list: where they lie
   void* y;     // bf16 [S, C] contiguous; hadamard: each group filled to whole blocks of 16 rows, which y must hold (S + 15 groups do)
@@ -33,5 +34,10 @@ struct QdqCall {
 };
 // Queued on `stream`; nothing waits, nothing is allocated.
 void launch_qdq(const QdqCall& call, cudaStream_t stream);
+
+// Its parts, for calls that launch_qdq() has checked.
+void launch_qdq_rows(const QdqCall& p, cudaStream_t stream);             // blocks of 1 x 16, 1 x 32
+void launch_qdq_columns(const QdqCall& p, cudaStream_t stream);          // of 16 x 1, 32 x 1, 16 x 16
+void launch_qdq_rotated_largest(const QdqCall& p, cudaStream_t stream);  // group_scales = the largest number of each group, rotated; zeros before
 
 }  // namespace waybill::cuda

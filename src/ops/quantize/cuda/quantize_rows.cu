@@ -71,15 +71,22 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const WideRows x, cons
   const int step = static_cast<int>(gridDim.x) * kWarps * kPieces;
   for (int first = (static_cast<int>(blockIdx.x) * kWarps + warp) * kPieces; first < num_units; first += step) {
     Piece<kIsBf16> pieces[kPieces];
-    int row[kPieces], column[kPieces];
+    int row[kPieces], column[kPieces], source[kPieces];
+    row[0] = first / grid.segments;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int unit = first + i;
-      row[i] = unit / grid.segments;
-      column[i] = unit < num_units ? (unit - row[i] * grid.segments) * kWarpColumns + 8 * lane : x.columns;
-      const std::int64_t source = column[i] < x.columns ? source_row(x, row[i]) : -1;
-      pieces[i].load(x.data, source * x.stride + column[i], source >= 0);
+      if (i > 0) row[i] = row[i - 1];
+      int segment = first + i - row[i] * grid.segments;
+      if (segment >= grid.segments) ++row[i], segment -= grid.segments;
+      column[i] = first + i < num_units ? segment * kWarpColumns + 8 * lane : x.columns;
+      source[i] = row[i];
     }
+    if (x.list != nullptr) {  // apart from the loads of values, which wait for each other else
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) source[i] = column[i] < x.columns ? __ldg(x.list + row[i]) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) pieces[i].load(x.data, source[i] * x.stride + column[i], source[i] >= 0 && column[i] < x.columns);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       quantize_piece<kFormat, kDivides, kBlock, kIsBf16>(x, out, grid, table, pieces[i], row[i], column[i], column[i] < x.columns);

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "ops/quantize/cuda/group_table.cuh"
+#include "ops/quantize/cuda/wide_codes.cuh"
 #include "ops/quantize/cuda/wide_piece.cuh"
 #include "ops/quantize/cuda/wide_rows.cuh"
 
@@ -28,14 +29,12 @@ struct Apply {
   float by;
   __device__ __forceinline__ static Apply of(const BlockScale& scale) { return {scale.factor}; }
   __device__ __forceinline__ float operator()(float value) const { return __fmul_rn(value, by); }
-  __device__ __forceinline__ Apply of_lane(int lane) const { return {__shfl_sync(ptx::kFullWarp, by, lane)}; }
 };
 template <>
 struct Apply<true> {
   float by, reciprocal;
   __device__ __forceinline__ static Apply of(const BlockScale& scale) { return {scale.divisor, scale.reciprocal}; }
   __device__ __forceinline__ float operator()(float value) const { return reciprocal != 0 ? divide(value, by, reciprocal) : __fdiv_rn(value, by); }
-  __device__ __forceinline__ Apply of_lane(int lane) const { return {__shfl_sync(ptx::kFullWarp, by, lane), __shfl_sync(ptx::kFullWarp, reciprocal, lane)}; }
 };
 
 template <int kBlock, bool kDivides>
@@ -43,12 +42,13 @@ struct TileShared {
   std::uint8_t turned[kTile * kTile];
   std::uint32_t part[kWarps][kTile];  // largest magnitudes of a warp's 16 rows
   Apply<kDivides> apply[kTile / kBlock][kTile];
+  alignas(16) Apply<kDivides> of_rows[kTile / kBlock][kTile];  // a warp reads its own 16 rows only
 };
 
 // One 128 x 128 tile and this thread's place in it.
 struct Place {
   int group, row0, valid, column0, tx, ty;
-  std::int64_t block;  // of 128 rows, counted over all groups
+  int block;  // of 128 rows, counted over all groups
   __device__ int row(int i) const { return row0 + 8 * ty + i; }
   __device__ bool has_row(int i) const { return 8 * ty + i < valid; }
   __device__ int column() const { return column0 + 8 * tx; }
@@ -75,9 +75,10 @@ __device__ __forceinline__ void meet(std::uint32_t (&m)[8], int lane, int mask) 
   }
 }
 
-// Scales of row blocks, stored; returns what to apply to this thread's 8 rows.
+// Scales of row blocks, stored, and in shared memory.
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
-__device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, int columns, const Place& at, Apply<kDivides> (&apply)[8]) {
+__device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, int columns, const Place& at,
+                                           TileShared<kBlock, kDivides>& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t m[8];
 #pragma unroll
@@ -92,30 +93,23 @@ __device__ __forceinline__ void scale_rows(const Piece<kIsBf16> (&pieces)[8], co
     meet<8>(m, lane, 2), meet<4>(m, lane, 1);
     first = lane % 4 * 2;
   }
-  Apply<kDivides> own[kOwned];
+  __syncwarp();  // the last tile's have been read
 #pragma unroll
   for (int i = 0; i < kOwned; ++i) {
     const BlockScale scale = block_scale<kFormat>(m[i], out.scale, out.rule, 1.0f);
-    own[i] = Apply<kDivides>::of(scale);
+    if (kBlock == 128 && lane % 2 != 0) continue;
+    shared.of_rows[8 * at.tx / kBlock][8 * at.ty + first + i] = Apply<kDivides>::of(scale);
     // The last tile may hold fewer columns than its blocks (32) would.
-    if ((kBlock == 32 || lane % 2 == 0) && at.has_row(first + i) && at.column() / kBlock * kBlock < columns) {
-      store_scale(out, at.row(first + i), at.column() / kBlock, scale);
-    }
+    if (at.has_row(first + i) && at.column() / kBlock * kBlock < columns) store_scale(out, at.row(first + i), at.column() / kBlock, scale);
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    apply[i] = kBlock == 128 ? own[0].of_lane((lane & 16) + 2 * i) : own[i % kOwned].of_lane((lane & 28) + i / 2);
-  }
+  __syncwarp();
 }
 
 // Scales of column blocks, stored, and in shared memory.
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
-__device__ __forceinline__ void scale_columns(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const GroupTable& table,
-                                              const Place& at, TileShared<kBlock, kDivides>& shared) {
+__device__ __forceinline__ void scale_columns(ColumnMaximum<kIsBf16> largest, const CodedRows& out, const WideRows& x, const GroupTable& table, const Place& at,
+                                              TileShared<kBlock, kDivides>& shared) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  ColumnMaximum<kIsBf16> largest;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) largest.add(pieces[i]);
   largest.join_lane(16);
   if (lane < 16) {
     auto* to = reinterpret_cast<uint4*>(&shared.part[warp][8 * at.tx]);
@@ -140,12 +134,12 @@ __device__ __forceinline__ void scale_columns(const Piece<kIsBf16> (&pieces)[8],
 
 // One scale for the tile; returns what to apply.
 template <ElementFormat kFormat, bool kDivides, bool kIsBf16>
-__device__ __forceinline__ Apply<kDivides> scale_tile(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const Place& at,
+__device__ __forceinline__ Apply<kDivides> scale_tile(const ColumnMaximum<kIsBf16>& largest, const CodedRows& out, const Place& at,
                                                       TileShared<128, kDivides>& shared) {
   const int thread = static_cast<int>(threadIdx.x);
   std::uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) amax = max(amax, pieces[i].largest());
+  for (int i = 0; i < 8; ++i) amax = max(amax, largest.column(i));
   amax = ptx::redux_max(amax);
   if (thread % 32 == 0) shared.part[0][thread / 32] = amax;
   __syncthreads();
@@ -156,16 +150,41 @@ __device__ __forceinline__ Apply<kDivides> scale_tile(const Piece<kIsBf16> (&pie
   return Apply<kDivides>::of(scale);
 }
 
-// Codes of rows as x lies.
-template <ElementFormat kFormat, bool kIsBf16, class Scale>
+// bf16 under powers of two: two products at a time in bf16 itself, exact but for what no element is near.
+template <bool kDivides, bool kIsBf16>
+inline constexpr bool kInPairs = kIsBf16 && !kDivides;
+__device__ __forceinline__ std::uint32_t pair_of(const Apply<false>& low, const Apply<false>& high) {
+  return ptx::permute_bytes(__float_as_uint(low.by), __float_as_uint(high.by), 0x7632);
+}
+__device__ __forceinline__ float low_half(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(std::uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Codes of rows as x lies. kOfRows: apply[i] belongs to row i, else to column i; kOne: apply[0] to all.
+enum class Scales : int { kOfRows, kOfColumns, kOne };
+template <ElementFormat kFormat, Scales kScales, bool kDivides, bool kIsBf16>
 __device__ __forceinline__ void store_codes(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const Place& at,
-                                            const Scale& scale_of) {
+                                            const Apply<kDivides> (&apply)[kScales == Scales::kOne ? 1 : 8]) {
   if (at.column() >= x.columns) return;
+  std::uint8_t* to = out.codes + at.row(0) * out.code_stride + at.column();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (!at.has_row(i)) break;
-    *reinterpret_cast<uint2*>(out.codes + at.row(i) * out.code_stride + at.column()) =
-        encode_eight<kFormat>([&](int j) { return scale_of(i, j)(pieces[i].value(j)); });
+    uint2 codes;
+    if constexpr (kInPairs<kDivides, kIsBf16>) {
+      std::uint32_t pairs[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int first = kScales == Scales::kOfColumns ? 2 * k : (kScales == Scales::kOfRows ? i : 0),
+                  second = kScales == Scales::kOfColumns ? first + 1 : first;
+        const std::uint32_t product = multiply_pairs(pieces[i].word(k), pair_of(apply[first], apply[second]));
+        pairs[k] = encode_pair<kFormat>(low_half(product), high_half(product));
+      }
+      codes = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+    } else {
+      codes = encode_eight<kFormat>([&](int j) { return apply[kScales == Scales::kOfColumns ? j : (kScales == Scales::kOfRows ? i : 0)](pieces[i].value(j)); });
+    }
+    *reinterpret_cast<uint2*>(to) = codes;
+    to += out.code_stride;
   }
 }
 
@@ -174,21 +193,39 @@ __device__ __forceinline__ int turned_place(int column, int ty) {
   return column * kTile + (((ty >> 1) ^ (column >> 3 & 7)) << 4) + (((ty & 1) ^ (column >> 6)) << 3);
 }
 
-template <ElementFormat kFormat, bool kIsBf16, class Scale>
+template <ElementFormat kFormat, bool kIsOne, bool kDivides, bool kIsBf16>
 __device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const WideRows& x, const Place& at, std::uint8_t* stage,
-                                             const Scale& scale_of) {
+                                             const Apply<kDivides> (&apply)[kIsOne ? 1 : 8]) {
   const int missing = min(max(8 * at.ty + 8 - at.valid, 0), 8);  // rows past the group's end are zeros, also where the block is NaN
   const std::uint64_t mask = missing == 8 ? 0 : ~std::uint64_t{0} >> (8 * missing);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const auto apply = scale_of(j);
-    uint2 codes = encode_eight<kFormat>([&](int i) { return apply(pieces[i].value(j)); });
-    codes.x &= static_cast<std::uint32_t>(mask), codes.y &= static_cast<std::uint32_t>(mask >> 32);
-    *reinterpret_cast<uint2*>(stage + turned_place(8 * at.tx + j, at.ty)) = codes;
+  for (int k = 0; k < 4; ++k) {
+    uint2 codes[2];
+    if constexpr (kInPairs<kDivides, kIsBf16>) {
+      const std::uint32_t scales = pair_of(apply[kIsOne ? 0 : 2 * k], apply[kIsOne ? 0 : 2 * k + 1]);
+      std::uint32_t low[4], high[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t a = multiply_pairs(pieces[2 * i].word(k), scales), b = multiply_pairs(pieces[2 * i + 1].word(k), scales);
+        low[i] = encode_pair<kFormat>(low_half(a), low_half(b)), high[i] = encode_pair<kFormat>(high_half(a), high_half(b));
+      }
+      codes[0] = make_uint2(low[0] | low[1] << 16, low[2] | low[3] << 16), codes[1] = make_uint2(high[0] | high[1] << 16, high[2] | high[3] << 16);
+    } else {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int j = 2 * k + c;
+        codes[c] = encode_eight<kFormat>([&](int i) { return apply[kIsOne ? 0 : j](pieces[i].value(j)); });
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      codes[c].x &= static_cast<std::uint32_t>(mask), codes[c].y &= static_cast<std::uint32_t>(mask >> 32);
+      *reinterpret_cast<uint2*>(stage + turned_place(8 * at.tx + 2 * k + c, at.ty)) = codes[c];
+    }
   }
   __syncthreads();
   if (at.block >= out.turned_blocks) return;
-  std::uint8_t* to = out.turned + (at.block * x.columns + at.column0) * kTile;
+  std::uint8_t* to = out.turned + (static_cast<std::int64_t>(at.block) * x.columns + at.column0) * kTile;
   const int bytes = min(kTile, x.columns - at.column0) * kTile;
 #pragma unroll
   for (int i = 0; i < kTile * kTile / (16 * kThreads); ++i) {
@@ -200,31 +237,45 @@ __device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], 
 }
 
 // The tile of a unit; units walk the columns of a row of blocks first.
-__device__ __forceinline__ Place place_of(const WideRows& x, const GroupTable& table, std::int64_t unit) {
-  const int column_tiles = (x.columns + kTile - 1) / kTile, thread = static_cast<int>(threadIdx.x);
+__device__ __forceinline__ Place place_of(const WideRows& x, const GroupTable& table, unsigned unit, unsigned column_tiles) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const unsigned block = unit / column_tiles;
   Place at;
-  at.block = unit / column_tiles;
-  at.column0 = static_cast<int>(unit - at.block * column_tiles) * kTile;
-  at.group = table.group_of_block(static_cast<int>(at.block));
-  at.row0 = table.first_row(at.group) + (static_cast<int>(at.block) - table.first_block(at.group)) * kTile;
+  at.block = static_cast<int>(block);
+  at.column0 = static_cast<int>(unit - block * column_tiles) * kTile;
+  at.group = table.group_of_block(static_cast<int>(block));
+  at.row0 = table.first_row(at.group) + (static_cast<int>(block) - table.first_block(at.group)) * kTile;
   at.valid = min(kTile, table.end_row(at.group) - at.row0);
   at.tx = thread % 16, at.ty = thread / 16;
   return at;
 }
 
-// A thread's elements of the next tile on their way to shared memory; nobody else reads them.
+// A thread's elements of the next tile on their way to shared memory; nobody else reads them. magnitudes: made of all elements that the thread has read
+// from there before, so that they have left it; no magnitude has the highest bit.
 template <bool kIsBf16>
-__device__ __forceinline__ void start_copies(const WideRows& x, const Place& at, uint4* next) {
+__device__ __forceinline__ void start_copies(const WideRows& x, const Place& at, uint4* next, std::uint32_t magnitudes) {
+  asm volatile("" : "+r"(magnitudes));
+  const bool may_start = magnitudes < 0x80000000u;
   constexpr int kPieces = kIsBf16 ? 1 : 2;  // of 16 bytes, for 8 elements
+  const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(next + threadIdx.x));
+  if (x.list == nullptr && at.valid == kTile && at.column0 + kTile <= x.columns) {
+    const std::uint8_t* from = static_cast<const std::uint8_t*>(x.data) + (at.row(0) * x.stride + at.column()) * (kIsBf16 ? 2 : 4);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int h = 0; h < kPieces; ++h) ptx::copy_async_16(to + (i * kPieces + h) * kThreads * 16, from + 16 * h, may_start);
+      from += x.stride * (kIsBf16 ? 2 : 4);
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const std::int64_t source = at.has_row(i) && at.column() < x.columns ? source_row(x, at.row(i)) : -1;
-    const bool is_there = source >= 0;
+    const bool is_there = source >= 0 && may_start;
     const std::int64_t element = is_there ? source * x.stride + at.column() : 0;
 #pragma unroll
     for (int h = 0; h < kPieces; ++h) {
-      ptx::copy_async_16(static_cast<std::uint32_t>(__cvta_generic_to_shared(next + (i * kPieces + h) * kThreads + threadIdx.x)),
-                         static_cast<const std::uint8_t*>(x.data) + element * (kIsBf16 ? 2 : 4) + 16 * h, is_there);
+      ptx::copy_async_16(to + (i * kPieces + h) * kThreads * 16, static_cast<const std::uint8_t*>(x.data) + element * (kIsBf16 ? 2 : 4) + 16 * h, is_there);
     }
   }
 }
@@ -237,39 +288,48 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
   auto* next = reinterpret_cast<uint4*>(memory);
   GroupTable table;
   table.build<128, kBlock == 128 ? 0 : kBlock>(x, memory + kTile * kTile / (kIsBf16 ? 2 : 1));
-  const std::int64_t num_units = static_cast<std::int64_t>(table.num_blocks()) * ((x.columns + kTile - 1) / kTile);
+  const unsigned column_tiles = static_cast<unsigned>(x.columns + kTile - 1) / kTile, num_units = static_cast<unsigned>(table.num_blocks()) * column_tiles;
   if (x.status != nullptr && threadIdx.x == 0 && blockIdx.x == 0 && (kBlock == 128 ? table.num_blocks() : table.num_blocks<1>()) > columns.scale_rows) {
     atomicOr(&x.status->flags, static_cast<unsigned>(kStatusBadOffsets));
   }
-  if (blockIdx.x < num_units) start_copies<kIsBf16>(x, place_of(x, table, blockIdx.x), next);
-  for (std::int64_t unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-    const Place at = place_of(x, table, unit);
+  if (blockIdx.x >= num_units) return;
+  start_copies<kIsBf16>(x, place_of(x, table, blockIdx.x, column_tiles), next, 0);
+  for (unsigned unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
     Piece<kIsBf16> pieces[8];
     ptx::copy_async_commit();
     ptx::copy_async_wait<0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) pieces[i].take(next + i * Piece<kIsBf16>::kVectors * kThreads + threadIdx.x, kThreads);
-    // Once the maxima are known all threads have their elements in registers.
-    const auto prefetch = [&] {
-      if (unit + gridDim.x < num_units) start_copies<kIsBf16>(x, place_of(x, table, unit + gridDim.x), next);
-    };
+    const Place at = place_of(x, table, unit, column_tiles);
+    if constexpr (!kIsTile) {
+      if (rows.codes != nullptr) scale_rows<kFormat, kDivides, kBlock>(pieces, rows, x.columns, at, shared);
+    }
+    ColumnMaximum<kIsBf16> largest;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest.add(pieces[i]);
+    std::uint32_t magnitudes = 0;
+#pragma unroll
+    for (const std::uint32_t m : largest.m) magnitudes |= m;
+    if (unit + gridDim.x < num_units) start_copies<kIsBf16>(x, place_of(x, table, unit + gridDim.x, column_tiles), next, magnitudes);
     if constexpr (kIsTile) {
-      const Apply<kDivides> apply = scale_tile<kFormat, kDivides>(pieces, columns, at, shared);
-      prefetch();
-      if (columns.codes != nullptr) store_codes<kFormat>(pieces, columns, x, at, [&](int, int) { return apply; });
-      if (columns.turned != nullptr) store_turned<kFormat>(pieces, columns, x, at, shared.turned, [&](int) { return apply; });
+      const Apply<kDivides> one[1] = {scale_tile<kFormat, kDivides, kIsBf16>(largest, columns, at, shared)};
+      if (columns.codes != nullptr) store_codes<kFormat, Scales::kOne, kDivides>(pieces, columns, x, at, one);
+      if (columns.turned != nullptr) store_turned<kFormat, true, kDivides>(pieces, columns, x, at, shared.turned, one);
       __syncthreads();
     } else {
+      scale_columns<kFormat, kDivides, kBlock, kIsBf16>(largest, columns, x, table, at, shared);
       Apply<kDivides> apply[8];
-      if (rows.codes != nullptr) scale_rows<kFormat, kDivides, kBlock>(pieces, rows, x.columns, at, apply);
-      scale_columns<kFormat, kDivides, kBlock>(pieces, columns, x, table, at, shared);
-      prefetch();
-      if (rows.codes != nullptr) store_codes<kFormat>(pieces, rows, x, at, [&](int i, int) { return apply[i]; });
+      if (rows.codes != nullptr) {
+        const Apply<kDivides>* of_rows = shared.of_rows[8 * at.tx / kBlock] + 8 * at.ty;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) apply[i] = of_rows[i];
+        store_codes<kFormat, Scales::kOfRows, kDivides>(pieces, rows, x, at, apply);
+      }
       const Apply<kDivides>* of_columns = shared.apply[8 * at.ty / kBlock] + 8 * at.tx;
 #pragma unroll
       for (int j = 0; j < 8; ++j) apply[j] = of_columns[j];
-      if (columns.codes != nullptr) store_codes<kFormat>(pieces, columns, x, at, [&](int, int j) { return apply[j]; });
-      if (columns.turned != nullptr) store_turned<kFormat>(pieces, columns, x, at, shared.turned, [&](int j) { return apply[j]; });
+      if (columns.codes != nullptr) store_codes<kFormat, Scales::kOfColumns, kDivides>(pieces, columns, x, at, apply);
+      if (columns.turned != nullptr) store_turned<kFormat, false, kDivides>(pieces, columns, x, at, shared.turned, apply);
     }
   }
 }
