@@ -30,7 +30,6 @@ struct GroupedProblem {
   std::int64_t groups, rows;         // rows: of the ragged tensors (their smallest)
   std::int64_t m = 0, n = 0, k = 0;  // m: kTN only; k: kNT, kNN only
   const void *a, *b;
-  std::int64_t b_row_stride = 0, b_plane = 0;  // kNT, kNN: b is a part of wider weights, these elements from a row to the next and from a group; 0: contiguous
   const std::int32_t* offsets;
   void* d;
   const float* bias = nullptr;
@@ -44,6 +43,7 @@ struct GroupedProblem {
   // are, so that the bits are the same. 0: m, n.
   std::int64_t whole_m = 0, whole_n = 0;
   StatusWord* status = nullptr;
+  std::int64_t b_row_stride = 0, b_plane = 0;  // kNT, kNN: b is a part of wider weights, these elements from a row to the next and from a group; 0: contiguous
   GroupedActivation activation = {};  // kNT, kNN with bf16 results
 };
 
