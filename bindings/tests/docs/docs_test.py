@@ -69,3 +69,16 @@ def test_the_jax_script_trains_on_two_processes(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     commands = [[sys.executable, "train_jax.py", str(process), "2", address] for process in range(2)]
     assert run_all(commands, tmp_path) == [f"process {process}: learns True, 2 devices" for process in range(2)]
+
+
+def test_the_containerfile_has_the_packages_of_the_build():
+    """No container engine runs here: instructions, packages and paths are held against the repository."""
+    text = (HOWTO / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert all(re.match(r"(FROM|RUN|COPY|ENV) \S", line) for line in lines), lines
+    stages = [re.findall(r"install -y --no-install-recommends ([^&]*)", line) for line in lines if "apt-get" in line]
+    build, run = (set(found[0].split()) for found in stages)
+    listed = re.search(r"^build_packages='(.*?)'$", (HOWTO.parents[1] / "scripts" / "setup.sh").read_text(encoding="utf-8"), re.M | re.S)
+    wanted = {line.split("|")[0] for line in listed.group(1).splitlines()} - {"libspdlog-dev", "libcli11-dev"}  # of the command, which a wheel has not
+    assert wanted <= build and {"python3", "python3-venv"} <= build & run, (wanted - build, run)
+    assert "pip wheel /src" in text and "-m waybill doctor" in text and "COPY --from=build /wheels /wheels" in text
