@@ -62,9 +62,10 @@ __global__ void __launch_bounds__(kThreads) moe_keep_routes_sum(const KeepRoutes
 template <class Id>
 __global__ void __launch_bounds__(kThreads) moe_keep_routes_place(const KeepRoutes a) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const std::int64_t segment = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32, per_choice = keep_segments_of(a.T);
+  // 32 bits: a division of 64 is a call, around which registers spill.
+  const int segment = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32), per_choice = static_cast<int>(keep_segments_of(a.T));
   if (segment >= a.K * per_choice) return;
-  const std::int64_t k = segment / per_choice, begin = segment % per_choice * kKeepSegment;
+  const std::int64_t k = segment / per_choice, begin = static_cast<std::int64_t>(segment % per_choice) * kKeepSegment;
   const std::int64_t end = begin + kKeepSegment < a.T ? begin + kKeepSegment : a.T;
   const std::int32_t capacity = a.dropped[1];
   auto* kept_ids = static_cast<Id*>(a.kept_ids);
