@@ -87,7 +87,7 @@ if [ $quick = 0 ]; then
   small_quantize='QuantizeBadInputCuda.*:QuantizeCuda.Widths*:QuantizeCuda.RowsWithStrides:QuantizeCuda.ACaptured*'
   small_model='ModelKernelsCuda.*:OptimizerCuda.AnInvalid*'
   small_fabric='Ranks/CudaLocal.*/1:Ranks/CudaLocal.*/2:CudaLocalFabric.W*:CudaLocalFabric.ADevice*'
-  small_exchange='Ranks/ExchangeChunksCuda.*/1:Ranks/ExchangeCuda.*/1:Ranks/ExchangeCuda.*/4:ExchangeHardRoutesCuda.Bad*:ExchangeHardRoutesCuda.ADup*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeScalesCuda.*'
+  small_exchange='Ranks/ExchangeChunksCuda.*/1:Ranks/ExchangeCuda.*/1:Ranks/ExchangeCuda.*/4:ExchangeHardRoutesCuda.Bad*:ExchangeHardRoutesCuda.ADup*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeScalesCuda.*:Nodes/NodeExchangeCuda.An*/1'
   small_moe='Ranks/MoeCuda.AgreesWithTheLayerOnTheCpuAtRagged*/4:Ranks/MoeCuda.AnExceeded*/2'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do

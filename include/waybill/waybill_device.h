@@ -16,7 +16,8 @@
 extern "C" {
 #endif
 
-/* How processes find each other: rank 0 listens on `port`, the others reach it at `address`. One NVLink domain. */
+/* How processes find each other: rank 0 listens on `port`, the others reach it at `address`. One NVLink domain; with a config whose hierarchy is two_level or
+   auto also several, of equally many ranks one behind the other, or nodes of as many ranks as the environment's WAYBILL_RANKS_PER_NODE says. */
 typedef struct wb_process_group {
   uint64_t struct_size;
   int32_t rank, size;

@@ -25,12 +25,12 @@ def num_gpus():
     return found if visible is None else min(found, len([name for name in visible.split(",") if name]))
 
 
-def needs(package):
+def needs(package, wanted=P):
     if not has_cuda():
         pytest.skip("libwaybill.so was built without CUDA")
     gpus = num_gpus()
-    if gpus < P:
-        pytest.skip(f"needs {P} GPUs, there are {gpus}")
+    if gpus < wanted:
+        pytest.skip(f"needs {wanted} GPUs, there are {gpus}")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
@@ -45,10 +45,11 @@ def environment():
     return {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"}
 
 
-def test_torchrun():
-    needs("torch")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun(nodes):
+    needs("torch", P if nodes == 1 else 1)
     run = subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={P}", f"--master-port={free_port()}", HERE / "torch_ep_worker.py"],
-                         capture_output=True, text=True, timeout=150, env=environment(), check=False)  # fmt: skip
+                         capture_output=True, text=True, timeout=150, env={**environment(), "PLAY_NODES": str(nodes - 1)}, check=False)  # fmt: skip
     assert all(f"rank {rank}: passed" in run.stdout for rank in range(P)), run.stdout + run.stderr[-6000:]
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of P processes under torchrun, a GPU each: the block spread over them against the block with all experts on this GPU. Prints "rank R: passed"."""
+"""One of P processes under torchrun, a GPU each: the block spread over them against the block with all experts on this GPU. Prints "rank R: passed".
+
+With PLAY_NODES=1 every process is a node of its own, as NCCL sees it, and all take GPU 0: rows go over sockets."""
 
 import dataclasses
 import os
@@ -13,6 +15,11 @@ CONFIG = wbt.MoeConfig(H=64, F=48, router=ROUTER, recipe="bf16")
 CONFIGS = {"plain": CONFIG, "shared, bf16 partials": dataclasses.replace(CONFIG, shared_F=40, combine_wire="bfloat16"),
            "budget": dataclasses.replace(CONFIG, mode="captured", receive_factor=2.5)}  # fmt: skip
 T = 120
+PLAY_NODES = os.environ.get("PLAY_NODES") == "1"
+if PLAY_NODES:
+    os.environ.update(NCCL_HOSTID=f"node {os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo")
+    CONFIG = dataclasses.replace(CONFIG, hierarchy="two_level")
+    CONFIGS = {name: dataclasses.replace(config, hierarchy="two_level") for name, config in CONFIGS.items()}
 
 
 def relative(got, want):
@@ -123,7 +130,7 @@ def routes(ep):
 
 
 def main():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(0 if PLAY_NODES else int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     ep = wbt.process_group_fabric()
     for name, config in CONFIGS.items():

@@ -4,7 +4,7 @@
 #include "capi/cuda/process_memory.h"
 #include "capi/handles.h"
 #include "core/cuda/cuda_error.h"
-#include "exchange/cuda/device_exchange.h"
+#include "exchange/cuda/make_exchange.h"
 #include "moe/cuda/slot_sizes.h"
 #include "waybill/group_rows.h"
 
@@ -16,8 +16,11 @@ namespace {
 constexpr std::size_t kArenaControl = 128 * 1024;  // what a group keeps at the start of its arenas
 
 std::size_t arena_bytes(const ExchangeConfig& config, int P) {
-  const std::size_t rows = cuda::row_window_bytes(config, P, static_cast<std::size_t>(config.H) * 4);
-  return cuda::exchange_window_bytes(config, P) + 2 * (rows + 256) + kArenaControl;
+  return most_bytes(config, P, [&](int nodes) {
+    const ExchangeConfig inside = cuda::windows_config(config, {P, nodes});
+    const std::size_t rows = cuda::row_window_bytes(inside, P / nodes, static_cast<std::size_t>(config.H) * 4);
+    return cuda::exchange_window_bytes(inside, P / nodes) + 2 * (rows + 256) + kArenaControl;
+  });
 }
 
 }  // namespace
@@ -26,25 +29,28 @@ struct wb_device_exchange {
   wb_device_exchange(const ExchangeConfig& given, int device, const wb_process_group* group)
       : config(given),
         where{DeviceType::kCuda, device},
-        memory(make_process_memory(device, group, arena_bytes(given, group == nullptr ? 1 : group->size))),
-        exchange(given, block_placement(given.E, memory->size()), memory->ranks(), device, cuda::book_exchange_windows(given, memory->size(), book())),
+        memory(make_process_memory(device, group, arena_bytes(given, group == nullptr ? 1 : group->size), given.hierarchy != Hierarchy::kFlat)),
+        ranks{memory->size(), memory->num_nodes()},
+        inside(cuda::windows_config(given, ranks)),
+        exchange(cuda::make_exchange(given, block_placement(given.E, memory->size()), memory->rail(), memory->ranks(), device,
+                                     cuda::book_exchange_windows(inside, ranks.per_node(), book()))),
         rows_window(memory->window("rows", row_bytes())),
         partials_window(memory->window("partials", row_bytes())),
-        handle(exchange.make_handle()),
-        d_slots(static_cast<std::size_t>(exchange.budget().padded_slots) * 4, device) {
+        handle(exchange->make_handle()),
+        d_slots(static_cast<std::size_t>(exchange->budget().padded_slots) * 4, device) {
     memory->everybody_is_ready();
   }
   cuda::BookWindow book() {
     return [this](const std::string& name, std::size_t bytes) { return memory->window(name, bytes); };
   }
-  std::size_t row_bytes() const { return cuda::row_window_bytes(config, memory->size(), static_cast<std::size_t>(config.H) * 4); }
+  std::size_t row_bytes() const { return cuda::row_window_bytes(inside, ranks.per_node(), static_cast<std::size_t>(config.H) * 4); }
   std::int64_t L() const { return config.E / memory->size(); }
   cuda::DeviceRows at(std::uint64_t window) const {
-    const cuda::LocalRanks ranks = memory->ranks();
-    return {ranks.table.base[ranks.rank[0]] + window, 0};
+    const cuda::LocalRanks local = memory->ranks();
+    return {local.table.base[local.rank[0]] + window, 0};
   }
   // Offsets of the experts' groups; the layout must have been queued.
-  TensorView offsets() const { return TensorView(const_cast<std::int32_t*>(exchange.expert_offsets(handle, 0)), DType::kI32, {L() + 1}, where); }
+  TensorView offsets() const { return TensorView(const_cast<std::int32_t*>(exchange->expert_offsets(handle, 0)), DType::kI32, {L() + 1}, where); }
 
   // Checked before anything is queued: [rows, H] of f32 (or bf16, where that is allowed), on the exchange's device.
   TensorView checked_rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const {
@@ -59,7 +65,9 @@ struct wb_device_exchange {
   ExchangeConfig config;
   Device where;
   std::unique_ptr<ProcessMemory> memory;
-  cuda::DeviceExchange exchange;
+  cuda::RankGroup ranks;
+  ExchangeConfig inside;  // of a node
+  std::unique_ptr<cuda::DeviceExchange> exchange;
   std::uint64_t rows_window, partials_window;
   cuda::DeviceHandle handle;
   cuda::DeviceBuffer d_slots;                      // f32 [S]
@@ -86,23 +94,23 @@ struct Batch {
     stream = static_cast<cudaStream_t>(stream_on(on, own.where, "the exchange").native);
   }
   TensorView rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const { return own.checked_rows(tensor, count, or_bf16, name); }
-  std::int64_t slots() const { return own.exchange.budget().padded_slots; }
+  std::int64_t slots() const { return own.exchange->budget().padded_slots; }
   void plan() {
     order_behind_transfers(own.where.index, stream);
     plan_on(stream);
   }
   void plan_on(cudaStream_t queue) {
-    own.exchange.plan(own.handle, route, queue);
-    own.exchange.layout(own.handle, queue);
+    own.exchange->plan(own.handle, route, queue);
+    own.exchange->layout(own.handle, queue);
   }
 };
 
 // From the rows in the window to the slots, their sizes and whether the budgets held.
 void write_slots(const wb_device_exchange& own, const TensorView& to, std::int32_t* sizes, std::int32_t* valid, cudaStream_t stream) {
   const cuda::DeviceRows received[] = {own.at(own.rows_window)}, sorted[] = {{to.data, 0}};
-  own.exchange.permute(own.handle, to.dtype, received, sorted, stream);
+  own.exchange->permute(own.handle, to.dtype, received, sorted, stream);
   own.clear_rest(to, stream);
-  cuda::launch_slot_sizes(own.exchange.header(own.handle, 0), own.exchange.expert_offsets(own.handle, 0), static_cast<std::int32_t>(own.L()), sizes, valid,
+  cuda::launch_slot_sizes(own.exchange->header(own.handle, 0), own.exchange->expert_offsets(own.handle, 0), static_cast<std::int32_t>(own.L()), sizes, valid,
                           stream);
   cuda::check_launch("exchange_slot_sizes");
 }
@@ -112,7 +120,7 @@ InFlight& begin(Batch& batch) {
   wb_device_exchange& own = batch.own;
   if (own.begun == nullptr) {
     own.begun = std::make_unique<InFlight>(own.config, own.where.index);
-    own.exchange.tuning().fused_plan = false;  // a kernel of another stream may wait for peers, too
+    own.exchange->tuning().fused_plan = false;  // a kernel of another stream may wait for peers, too
   }
   own.begun->kind = InFlight::Kind::kNone;
   order_behind_transfers(own.where.index, batch.stream);
@@ -155,7 +163,7 @@ wb_status wb_device_exchange_dispatch(wb_device_exchange* exchange, const wb_rou
     const cuda::DeviceGuard guard(own.where.index);
     const cuda::DeviceRows sent[] = {{from.data, 0}};
     batch.plan();
-    own.exchange.dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, batch.stream);
+    own.exchange->dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, batch.stream);
     write_slots(own, to, sizes, valid, batch.stream);
   });
 }
@@ -176,7 +184,7 @@ wb_status wb_device_exchange_dispatch_start(wb_device_exchange* exchange, const 
     batch.route[0] = {to.ids.data(), to.weights.as<float>(), batch.T};
     const cuda::DeviceRows sent[] = {{to.x.data(), 0}};
     batch.plan_on(to.stream);
-    own.exchange.dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, to.stream);
+    own.exchange->dispatch(own.handle, from.dtype, sent, own.rows_window, /*after_plan=*/true, to.stream);
     to.finished.record(to.stream);
     to.kind = InFlight::Kind::kDispatch, to.dtype = from.dtype, to.T = batch.T;
   });
@@ -186,7 +194,7 @@ wb_status wb_device_exchange_dispatch_done(wb_device_exchange* exchange, const w
                                            const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_exchange& own = required(exchange, "exchange");
-    const TensorView to = own.checked_rows(slots, own.exchange.budget().padded_slots, true, "slots");
+    const TensorView to = own.checked_rows(slots, own.exchange->budget().padded_slots, true, "slots");
     (void)required(sizes, "sizes"), (void)required(valid, "valid");
     const auto queue = static_cast<cudaStream_t>(stream_on(stream, own.where, "the exchange").native);
     const cuda::DeviceGuard guard(own.where.index);
@@ -207,8 +215,8 @@ wb_status wb_device_exchange_combine(wb_device_exchange* exchange, const wb_rout
     const cuda::DeviceGuard guard(own.where.index);
     const cuda::DeviceRows sorted[] = {{from.data, 0}}, partials[] = {own.at(own.partials_window)}, sums[] = {{to.data, 0}};
     batch.plan();
-    own.exchange.unpermute_reduce(own.handle, from.dtype, sorted, weighted != 0, own.exchange.wire(), partials, /*z_in_window=*/true, batch.stream);
-    own.exchange.combine(own.handle, own.partials_window, DType::kF32, sums, batch.stream);
+    own.exchange->unpermute_reduce(own.handle, from.dtype, sorted, weighted != 0, own.exchange->partials(), partials, /*z_in_window=*/true, batch.stream);
+    own.exchange->combine(own.handle, own.partials_window, DType::kF32, sums, batch.stream);
   });
 }
 
@@ -223,10 +231,10 @@ wb_status wb_device_exchange_combine_start(wb_device_exchange* exchange, const w
     to.read.wait_on(batch.stream);
     const cuda::DeviceRows sorted[] = {{from.data, 0}}, partials[] = {own.at(own.partials_window)}, sums[] = {{to.out.data(), 0}};
     batch.plan_on(batch.stream);
-    own.exchange.unpermute_reduce(own.handle, from.dtype, sorted, /*weighted=*/true, own.exchange.wire(), partials, /*z_in_window=*/true, batch.stream);
+    own.exchange->unpermute_reduce(own.handle, from.dtype, sorted, /*weighted=*/true, own.exchange->partials(), partials, /*z_in_window=*/true, batch.stream);
     to.ready.record(batch.stream);
     to.ready.wait_on(to.stream);
-    own.exchange.combine(own.handle, own.partials_window, DType::kF32, sums, to.stream);
+    own.exchange->combine(own.handle, own.partials_window, DType::kF32, sums, to.stream);
     to.finished.record(to.stream);
     to.kind = InFlight::Kind::kCombine, to.T = batch.T;
   });
@@ -261,9 +269,9 @@ wb_status wb_device_exchange_combine_backward(wb_device_exchange* exchange, cons
     const float* const returned[] = {values};
     float* const weights[] = {d_weights};
     batch.plan();
-    own.exchange.dispatch(own.handle, DType::kF32, sent, own.rows_window, /*after_plan=*/true, batch.stream);
-    own.exchange.unpermute_backward(own.handle, of.dtype, sorted, /*weighted=*/true, DType::kF32, received, gradient, slot_values, batch.stream);
+    own.exchange->dispatch(own.handle, DType::kF32, sent, own.rows_window, /*after_plan=*/true, batch.stream);
+    own.exchange->unpermute_backward(own.handle, of.dtype, sorted, /*weighted=*/true, DType::kF32, received, gradient, slot_values, batch.stream);
     own.clear_rest(to, batch.stream);
-    own.exchange.return_slot_values(own.handle, batch.route, returned, weights, batch.stream);
+    own.exchange->return_slot_values(own.handle, batch.route, returned, weights, batch.stream);
   });
 }

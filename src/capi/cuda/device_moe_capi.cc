@@ -20,20 +20,6 @@ using namespace waybill::capi;
 
 namespace {
 
-// How many nodes P ranks are on is known when they have met: room for whichever it is.
-template <class Bytes>
-std::size_t most_bytes(const MoeConfig& config, int P, const Bytes& bytes_on) {
-  std::size_t most = bytes_on(1);
-  for (int nodes = 2; nodes <= P && config.hierarchy != Hierarchy::kFlat; ++nodes) {
-    if (P % nodes != 0 || config.E % nodes != 0 || config.K > config.E / nodes) continue;  // refused, should it come to that
-    try {
-      most = std::max(most, bytes_on(nodes));
-    } catch (const Error&) {  // as above
-    }
-  }
-  return most;
-}
-
 std::size_t most_arena_bytes(const MoeConfig& config, int P) {
   return most_bytes(config, P, [&](int nodes) {
     cuda::DeviceMoeOptions options;
