@@ -41,12 +41,25 @@ checks=()
 # "passed", "passed, N skipped: reason" (tests of the program that need more than is here), "skipped: reason" or "failed...".
 note() { checks+=("\"$1\": \"$2\""); printf '%-44s %s\n' "$1" "$2"; [ "${2#passed}" != "$2" ] || [ "${2#skipped}" != "$2" ] || failed=1; }
 file_of() { echo "$work/$(echo "$1" | tr -c 'a-z0-9\n' '_')"; }
+num_gpus=$(nvidia-smi -L | wc -l)
+# Tests that run together begin with another GPU each, so that not all of them wait for the first.
+spread=0
+rotated() { # n: all GPUs, from the n-th on
+  local g list=
+  for ((g = 0; g < num_gpus; ++g)); do list+=,$((($1 + g) % num_gpus)); done
+  echo "${list#,}"
+}
 start() { # name, command...: in the background; collect() reports it
   local file
   file=$(file_of "$1")
   names+=("$1")
   shift
-  ("$@" >"$file.log" 2>&1; echo $? >"$file.rc") &
+  (
+    [ $spread = 0 ] || [ "$num_gpus" -eq 1 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || CUDA_VISIBLE_DEVICES=$(rotated ${#names[@]})
+    [ -z "${CUDA_VISIBLE_DEVICES:-}" ] || export CUDA_VISIBLE_DEVICES
+    "$@" >"$file.log" 2>&1
+    echo $? >"$file.rc"
+  ) &
   pids+=($!)
 }
 collect() {
@@ -69,6 +82,7 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
   if [ -n "$nccl_library" ]; then export WAYBILL_NCCL_LIBRARY=$nccl_library; else note "NCCL library" "failed: none of the header's version"; cat "$work/nccl.log" >&2; fi
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
+spread=1
 for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe test_cuda_model test_cuda_training test_cuda_train_run bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
@@ -76,6 +90,9 @@ for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nc
     note "$program" "skipped: built without toml++ and nlohmann-json"
   elif [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
+  elif [ $program = test_cuda_moe ]; then
+    # Most of its time is the reference's on the CPU: in parts beside each other.
+    for part in 0 1 2 3; do start "$program, part $((part + 1)) of 4" env GTEST_TOTAL_SHARDS=4 GTEST_SHARD_INDEX=$part "$bin/$program"; done
   elif [ "${program#bench}" = "$program" ] && [ $program != test_cuda_nccl ]; then
     start "$program" "$bin/$program"
   fi
@@ -110,12 +127,12 @@ if [ $quick = 0 ]; then
   fi
 fi
 collect
+spread=0
 # Its ranks are processes that wait for each other: alone on the GPUs.
 if [ -x "$bin/test_cuda_nccl" ]; then
   start test_cuda_nccl timeout 150 "$bin/test_cuda_nccl"
   collect
 fi
-num_gpus=$(nvidia-smi -L | wc -l)
 python=${PYTHON:-python3}
 measure() { # name, program, arguments...: alone
   start "$@"
