@@ -78,10 +78,10 @@ P
 }
 area test_cuda_router ops/router/cuda
 all='RouterForwardCuda.*:RouterBackwardCuda.*'
-plant groups router_quad_select.cuh router_forward_quad_f32.cu 'keep = rank < p.num_kept;' 'keep = rank <= p.num_kept;' "$all" &
+plant groups router_forward_quad.cuh router_forward_quad_f32.cu 'has_hits = active && (kept >> sub & 1u) != 0;' 'has_hits = active && (kept >> sub & 3u) != 0;' "$all" &
 plant ties router_quad_select.cuh router_forward_quad_f32.cu 'other == key[q] && other_id < id[q]' 'other == key[q] && other_id > id[q]' "$all" &
 plant offsets router_counts.cuh router_forward_quad_f32.cu 'p.offsets[e + 1] = static_cast<std::int32_t>(before);' 'p.offsets[e + 1] = static_cast<std::int32_t>(before - n);' "$all" &
-plant margin router_quad_select.cuh router_forward_quad_f32.cu '> 2.5e-6f + 8.0e-7f * amplitude' '> -1.0f' "$all" &
+plant margin router_quad_groups.cuh router_forward_quad_f32.cu 'score - (2.5e-6f + 8.0e-7f * amplitude)' 'score + 0.0f * amplitude' "$all" &
 plant rest router_backward.cu router_backward.cu 'kSmallestRest = 0.04f' 'kSmallestRest = 0.0f' "$all" &
 plant sums_row router_forward_sums.cuh router_forward_sums_f32.cu 'for (int r = 0; r < kGroup; ++r) {' 'for (int r = 1; r < kGroup; ++r) {' 'RouterSumsCuda.*' &
 plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise ? dot : 0.0f))' 'w[s] * g[s]' "$all" &

@@ -143,6 +143,28 @@ TEST(RouterBackwardCuda, EveryScoreShapeAndLossMatchesTheReference) {
   }
 }
 
+// Counts that are asked for ahead of the rows, all at once or (E = 8192) in turns; tokens that the kernel before has counted.
+TEST(RouterBackwardCuda, LossesOfLongRowsMatchTheReference) {
+  WB_NEEDS_GPU();
+  unsigned turn = 0;
+  for (const std::int64_t E : {1280, 2304, 8192}) {
+    for (const ScoreFunction score : {ScoreFunction::kSoftmaxSelected, ScoreFunction::kSigmoid}) {
+      for (const bool is_padded : {false, true}) {
+        ++turn;
+        RouterProblem p;
+        p.T = 9;
+        p.config.E = E, p.config.K = 36, p.config.score = score, p.config.scaling_factor = 1.5f;
+        fill_logits(p, "normal", turn);
+        for (std::int64_t t = 0; is_padded && t < p.T; ++t) p.padding.push_back(t % 3 == 1);
+        LossProblem l;
+        l.losses.aux_coefficient = 0.5f, l.losses.z_coefficient = 0.25f, l.give_counts = turn % 2 == 0;
+        check_backward(p, l, fmt::format("E {} score {} padded {}", E, static_cast<int>(score), is_padded));
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 TEST(RouterBackwardCuda, ParityEpsilonGradients) {
   WB_NEEDS_GPU();
   for (const char* kind : {"normal", "deep"}) {

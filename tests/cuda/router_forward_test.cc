@@ -3,6 +3,9 @@
 // eager and captured, twice, with poisoned outputs; the warp kernel and the portable one.
 #include <gmock/gmock.h>
 
+#include <algorithm>
+#include <string>
+
 #include "core/cuda/launch.h"
 #include "cuda/device_random.h"
 #include "cuda/router_harness.h"
@@ -134,6 +137,76 @@ TEST(RouterForwardCuda, ShortRowsMatchWhereGroupScoresAreNearlyEqual) {
 }
 
 // Launches that overlap (core/cuda/launch.h): each sees what the kernel before it wrote, plain kernels and copies included.
+// Groups at the boundary that only exact keys tell apart: two of them, tied or 1e-7 apart, or three; also groups without two candidates.
+void make_groups_close(RouterProblem& p, std::int64_t M, std::mt19937& random) {
+  for (std::int64_t t = 0; t < p.T; ++t) {
+    std::int64_t order[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    std::shuffle(order, order + 8, random);
+    for (std::int64_t g = 0; g < 8; ++g) {
+      float* x = p.logits.data() + t * 256 + g * 32;
+      for (int i = 0; i < 32; ++i) x[i] = std::min(x[i], 0.5f);
+      float best = 2.5f - 0.1f * static_cast<float>(order[g]);
+      if (order[g] == M || (t % 3 == 2 && order[g] == M + 1)) best = 2.5f - 0.1f * static_cast<float>(M - 1) + (t % 2 == 0 ? 0.0f : 2.4e-7f);
+      x[random() % 16] = best, x[16 + random() % 16] = 1.0f;
+      if (t % 5 == 4 && order[g] > 5) std::fill(x, x + 31, -INFINITY);
+    }
+  }
+}
+
+TEST(RouterForwardCuda, ShortGroupedRowsMatchForEveryNumberKept) {
+  WB_NEEDS_GPU();
+  unsigned turn = 0;
+  for (const std::int64_t M : {1, 2, 3, 4, 5, 6, 7}) {
+    for (const std::int64_t K : {1, 5, 8}) {
+      for (const char* kind : {"normal", "tied", "constant", "deep", "wide", "special", "close"}) {
+        for (const GroupScore rule : {GroupScore::kTop2Sum, GroupScore::kTopKPerGroup}) {
+          ++turn;
+          const bool is_close = std::string(kind) == "close";
+          if (rule == GroupScore::kTopKPerGroup && (K < M || K / M > 2)) continue;
+          RouterProblem p =
+              problem(turn % 2 == 0 ? 35 : 64, 256, K, turn % 4 == 0 && !is_close ? ScoreFunction::kSoftmaxSelected : ScoreFunction::kSigmoid, true);
+          p.config.num_groups = 8, p.config.num_kept_groups = M, p.config.group_score = rule;
+          p.dtype = turn % 5 == 1 ? DType::kBF16 : DType::kF32;
+          fill_logits(p, kind, turn);
+          std::mt19937 random(turn);
+          std::normal_distribution<float> normal;
+          if (is_close) make_groups_close(p, M, random);
+          if (turn % 3 != 0) {
+            for (std::int64_t e = 0; e < 256; ++e) p.bias.push_back(is_close ? 0.5f : 0.1f * normal(random));
+          }
+          if (turn % 7 == 3) {
+            for (std::int64_t e = 0; e < 256; ++e) p.mask.push_back(e / 32 == 5 ? e != 170 : random() % 4 == 0);
+          }
+          check_forward(p, fmt::format("K {} M {} {} rule {} turn {}", K, M, kind, static_cast<int>(rule), turn));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(RouterForwardCuda, ShortRowsOfEveryKindMatchWithAndWithoutABias) {
+  WB_NEEDS_GPU();
+  unsigned turn = 0;
+  for (const std::int64_t E : {128, 256, 512}) {
+    for (const std::int64_t K : {1, 8, 9, 12, 13}) {
+      for (const char* kind : kKinds) {
+        for (const bool has_bias : {false, true}) {
+          ++turn;
+          RouterProblem p = problem(turn % 3 == 0 ? 64 : 35, E, K, turn % 3 == 1 ? kScores[turn % 2] : ScoreFunction::kSigmoid, turn % 4 != 0);
+          p.dtype = turn % 5 == 1 ? DType::kBF16 : (turn % 5 == 3 ? DType::kF16 : DType::kF32);
+          fill_logits(p, kind, turn);
+          std::mt19937 random(turn);
+          std::normal_distribution<float> normal;
+          for (std::int64_t e = 0; has_bias && e < E; ++e) p.bias.push_back(0.1f * normal(random));
+          check_forward(p, fmt::format("E {} K {} {} bias {} {} turn {}", E, K, kind, has_bias, to_string(p.dtype), turn));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 TEST(RouterForwardCuda, OverlappedLaunchesSeeWhatCameBefore) {
   WB_NEEDS_GPU();
   constexpr std::int64_t T = 700;

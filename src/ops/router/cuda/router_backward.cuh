@@ -28,6 +28,9 @@ __device__ __forceinline__ LossFactors loss_factors(const RouterLossParams& p, b
   return f;
 }
 
+// Out of line, for calls whose number of tokens the kernel before has counted.
+__device__ __noinline__ inline LossFactors late_loss_factors(const RouterLossParams& p) { return loss_factors(p, false); }
+
 __device__ __forceinline__ void write_loss(const RouterLossParams& p, int i, double value) {
   p.out[i] = value;
   if (p.out_f32 != nullptr) p.out_f32[i] = static_cast<float>(value);
@@ -42,6 +45,41 @@ __device__ __forceinline__ void load_aux_factors(const RouterLossParams& p, floa
   for (int e = static_cast<int>(threadIdx.x); e < padded_to_4(p.rows.E); e += static_cast<int>(blockDim.x)) {
     a_smem[e] = given && e < p.rows.E ? factor * static_cast<float>(__ldg(p.aux_counts + e)) : 0.0f;
   }
+  __syncthreads();
+}
+
+// The same in two steps for kernels that stream rows: a count that is asked for behind the first rows of all CTAs waits for them (7 us).
+template <int kHeld>
+struct AuxCounts {
+  std::int32_t held[kHeld];
+};
+__device__ __forceinline__ bool has_aux_counts(const RouterLossParams& p) { return p.aux_counts != nullptr && p.aux_coefficient != 0.0f; }
+// Before the rows are asked for: this thread's first counts are on their way, further ones of long rows come to a_smem.
+template <int kHeld>
+__device__ __forceinline__ AuxCounts<kHeld> ask_for_aux_counts(const RouterLossParams& p, float* a_smem) {
+  AuxCounts<kHeld> counts;
+  const bool given = has_aux_counts(p);
+  const auto count_of = [&](int e) {
+    return given && e < p.rows.E ? static_cast<std::int32_t>(ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(p.aux_counts) + e)) : 0;
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) counts.held[i] = count_of(static_cast<int>(threadIdx.x + i * blockDim.x));
+#pragma unroll 4
+  for (int e = static_cast<int>(threadIdx.x + kHeld * blockDim.x); e < padded_to_4(p.rows.E); e += static_cast<int>(blockDim.x)) {
+    a_smem[e] = static_cast<float>(count_of(e));
+  }
+  return counts;
+}
+template <int kHeld>
+__device__ __forceinline__ void store_aux_factors(const RouterLossParams& p, float factor, const AuxCounts<kHeld>& counts, float* a_smem) {
+  const int padded = padded_to_4(p.rows.E);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int e = static_cast<int>(threadIdx.x + i * blockDim.x);
+    if (e < padded) a_smem[e] = factor * static_cast<float>(counts.held[i]);
+  }
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x + kHeld * blockDim.x); e < padded; e += static_cast<int>(blockDim.x)) a_smem[e] *= factor;
   __syncthreads();
 }
 

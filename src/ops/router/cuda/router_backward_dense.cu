@@ -60,7 +60,15 @@ __global__ void __launch_bounds__(kThreads, 2) router_backward_staged(const __gr
   }
   __syncwarp();
   begin_kernel();
+  CallFactors c;
+  constexpr bool kEarly = kThreads == kLongThreads;  // the others have no registers for it
+  AuxCounts<8> aux_counts;
+  if (kEarly && p.loss.valid_tokens == nullptr) c.loss = loss_factors(p.loss, false);
   await_previous();
+  if constexpr (kEarly) {
+    if (p.loss.valid_tokens != nullptr) c.loss = late_loss_factors(p.loss);
+    aux_counts = ask_for_aux_counts<8>(p.loss, dynamic_smem);
+  }
   const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * warps;
   const auto row_in = [](float* buffer, int E) { return sizeof(T) == 4 ? reinterpret_cast<T*>(buffer) : reinterpret_cast<T*>(buffer + E); };
   const auto fetch = [&](std::int64_t t, int b) {
@@ -72,7 +80,13 @@ __global__ void __launch_bounds__(kThreads, 2) router_backward_staged(const __gr
   };
   const std::int64_t first = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x;
   fetch(first, 0);
-  const CallFactors c = call_factors<kSoftmax>(p, dynamic_smem);
+  if constexpr (kEarly) {
+    c.loss.aux *= loss_weight(p.loss, 0), c.loss.z *= loss_weight(p.loss, 2);
+    set_call_factors<kSoftmax>(p, c);
+    store_aux_factors(p.loss, c.loss.aux, aux_counts, dynamic_smem);
+  } else {
+    c = call_factors<kSoftmax>(p, dynamic_smem);
+  }
   const bool gather = needs_logits(rows);
   std::uint32_t turn = 0;
   for (std::int64_t t = first; t < rows.T; t += num_warps, ++turn) {
@@ -95,18 +109,18 @@ __global__ void __launch_bounds__(kThreads, 2) router_backward_staged(const __gr
     ptx::mbarrier_wait(full + b, turn / kBuffers & 1u);
     // Rows that generic_row() takes: padding, no logit, NaN or +Inf, sigmoid rows of extreme logits.
     bool ordinary = rows.padding == nullptr || rows.padding[t] == 0;
-    float shift = 0.0f;
-    if (kSoftmax && ordinary) {
-      shift = staged_row_max<T, kUnroll>(row, E);
-      ordinary = shift > -kInfinity && shift < kInfinity;
-    }
     const bool renormalise = weights_are_renormalised(rows);
     float dot = 0.0f;  // d_weights times weights; without the scaling factor where they are renormalised
+    float shift = kSoftmax ? -kInfinity : 0.0f;
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       if (id[q] < 0) continue;
       const float x = to_float(row[id[q]]);
-      if (!scalar::is_finite(x)) id[q] = -1;
+      if (!scalar::is_finite(x)) {
+        id[q] = -1;
+      } else if (kSoftmax) {
+        shift = fmaxf(shift, x);
+      }
       if (gather) slope[q] = log_slope(rows.score, x);
       dot = __fmaf_rn(g[q], renormalise ? unit_weight(rows, w[q]) : w[q], dot);
     }
@@ -114,14 +128,25 @@ __global__ void __launch_bounds__(kThreads, 2) router_backward_staged(const __gr
       for (int k = lane; k < rows.K; k += 32) dot = __fmaf_rn(p.d_weights[t * rows.K + k], p.weights[t * rows.K + k], dot);
     }
     dot = warp_sum(dot);
+    // Any shift that lets no exponential overflow: the best chosen logit, which is the largest one or near it; rows without a route look for theirs.
+    if (kSoftmax && ordinary) {
+      shift = warp_max(shift);
+      if (shift == -kInfinity) shift = staged_row_max<T, kUnroll>(row, E);
+      ordinary = shift > -kInfinity && shift < kInfinity;
+    }
     if (sizeof(T) != 4 && lane == 0) ptx::bulk_wait_read<0>();
     __syncwarp();
     RowSums s;
     if (ordinary) {
-      s = c.has_a ? staged_row_sums<T, kSoftmax, true, kUnroll>(row, factors, shift, out)
-                  : staged_row_sums<T, kSoftmax, false, kUnroll>(row, factors, shift, out);
-      // Sigmoid: the largest logit lies in [-37, 60], see is_fast_row().
-      ordinary = kSoftmax ? s.exp_sum > 0.0f && s.exp_sum < kInfinity : s.exp_sum >= 9.4e-14f && s.exp_sum <= 1.1e26f;
+      if (!c.has_a) {
+        s = staged_row_sums<T, kSoftmax, kNoA, kUnroll>(row, factors, shift, out);
+      } else if (factors.sequence_row == nullptr) {
+        s = staged_row_sums<T, kSoftmax, kSharedA, kUnroll>(row, factors, shift, out);
+      } else {
+        s = staged_row_sums<T, kSoftmax, kSequenceA, 1>(row, factors, shift, out);
+      }
+      // Sigmoid: the largest logit lies in [-37, 44], so that (1 + t) (1 + t') does not overflow.
+      ordinary = s.exp_sum >= 9.4e-14f && s.exp_sum <= 1.6e19f;
     }
     if (sizeof(T) != 4) fetch(t + num_warps, 0);
     if (kBuffers == 2) fetch(t + num_warps, b ^ 1);  // the other buffer's row has left by now, most likely
@@ -135,10 +160,12 @@ __global__ void __launch_bounds__(kThreads, 2) router_backward_staged(const __gr
       continue;
     }
     const DenseFactors d = dense_factors<kSoftmax>(rows.score, s, c.has_a, c.loss.z, p.loss_scale, c.softmax_all ? dot : 0.0f);
-    if (c.has_a) {
-      staged_gradients<kSoftmax, true, kUnroll>(d, factors, out);
+    if (!c.has_a) {
+      staged_gradients<kSoftmax, kNoA, kUnroll>(d, factors, out);
+    } else if (factors.sequence_row == nullptr) {
+      staged_gradients<kSoftmax, kSharedA, kUnroll>(d, factors, out);
     } else {
-      staged_gradients<kSoftmax, false, kUnroll>(d, factors, out);
+      staged_gradients<kSoftmax, kSequenceA, 1>(d, factors, out);
     }
     __syncwarp();
     if (held) {

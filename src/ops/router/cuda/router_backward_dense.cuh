@@ -13,14 +13,18 @@ struct CallFactors {
   bool has_aux, has_a, softmax_all;
 };
 template <bool kSoftmax>
-__device__ __forceinline__ CallFactors call_factors(const RouterBackwardParams& p, float* a_smem) {
-  CallFactors c;
-  c.loss = loss_factors(p.loss);
+__device__ __forceinline__ void set_call_factors(const RouterBackwardParams& p, CallFactors& c) {
   c.per_sequence = sequence_scale(p.loss);
-  load_aux_factors(p.loss, c.loss.aux, a_smem);
   c.has_aux = p.loss.aux_coefficient != 0.0f;
   c.has_a = c.has_aux || p.loss.sequence_counts != nullptr;
   c.softmax_all = kSoftmax && p.loss.rows.renormalise == 0 && p.loss.rows.score == kScoreSoftmax;
+}
+template <bool kSoftmax>
+__device__ __forceinline__ CallFactors call_factors(const RouterBackwardParams& p, float* a_smem) {
+  CallFactors c;
+  c.loss = loss_factors(p.loss);
+  set_call_factors<kSoftmax>(p, c);
+  load_aux_factors(p.loss, c.loss.aux, a_smem);
   return c;
 }
 __device__ __forceinline__ RowFactors row_factors(const RouterBackwardParams& p, const CallFactors& c, const float* a_smem, std::int64_t t) {

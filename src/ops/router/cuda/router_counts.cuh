@@ -179,10 +179,10 @@ __device__ __forceinline__ void hand_over_counts(const RouterForwardParams& p, s
     ask_for_counts<kPer>(p, buffer);
   }
 }
-// The last CTA's last warp: counts and offsets from the counts in the buffer, which are asked for again until they are complete. Behind a call each
-// parameter of the kernel is a load from memory that nobody has touched (1.5 us).
+// The last CTA's last warp: counts and offsets from the counts in the buffer, which are asked for again until they are complete. In line: behind a
+// call, each parameter of the kernel is a load from memory that nobody has touched (1.5 us).
 template <int kPer>
-__device__ __noinline__ void write_counts_by_warp(const RouterForwardParams& p, std::uint32_t* buffer) {
+__device__ __forceinline__ void write_counts_by_warp(const RouterForwardParams& p, std::uint32_t* buffer) {
   constexpr int kE = kPer * 32;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const auto a = static_cast<std::uint32_t>(p.alignment), all = static_cast<std::uint32_t>(p.rows.T * p.rows.K);

@@ -97,11 +97,11 @@ __device__ __forceinline__ std::uint64_t composite_of(std::uint32_t key, std::ui
 __device__ __forceinline__ std::uint32_t id_of(std::uint64_t composite) { return 0xffffffffu - static_cast<std::uint32_t>(composite); }
 
 // The bias the kernels add: NaN where the expert is masked, -Inf where the given bias is not finite (both: never chosen).
-__device__ __forceinline__ float effective_bias(const RouterRows& rows, int e) {
+__device__ __forceinline__ float effective_bias(const RouterRows& rows, int e, float bias) {
   if (rows.mask != nullptr && rows.mask[e] != 0) return __uint_as_float(0x7fc00000u);
-  const float bias = rows.bias == nullptr ? 0.0f : rows.bias[e];
   return scalar::is_finite(bias) ? bias : -kInfinity;
 }
+__device__ __forceinline__ float effective_bias(const RouterRows& rows, int e) { return effective_bias(rows, e, rows.bias == nullptr ? 0.0f : rows.bias[e]); }
 __device__ __forceinline__ bool is_masked(float effective) { return effective != effective; }
 
 __device__ __forceinline__ float warp_sum(float v) {

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection for four tokens a warp, 8 lanes each: threshold, kept groups, ranking. Method: router_forward_quad.cuh.
+// Selection for four tokens a warp, 8 lanes each: threshold, ranking. Method: router_forward_quad.cuh.
 #pragma once
 
 #include "ops/router/cuda/router_rank.cuh"
 
 namespace waybill::cuda {
 
-inline constexpr int kQuadMaxK = 8;
+// kVectors * 32 experts. Of 512, the threshold is the K-th largest of 32 maxima, which few more than K logits reach up to this K.
+template <int kVectors>
+inline constexpr int kQuadMaxK = kVectors == 16 ? 12 : 8;
 inline constexpr int kQuadCandidates = 32;  // of one row
 enum QuadMode : int { kQuadPlain = 0, kQuadBiased = 1, kQuadGrouped = 2 };
 // Threads of the one CTA an SM holds: 256 experts and biased rows need the registers more than the warps.
@@ -21,7 +23,7 @@ struct QuadEntry {
 struct alignas(16) QuadScratch {
   QuadEntry list[4][kQuadCandidates + 8];
   std::uint32_t key[4][kQuadCandidates + 4];
-  QuadEntry sorted[4][kQuadMaxK];
+  QuadEntry sorted[4][24];       // 16 of them used
   float row_max[4], row_sum[4];  // softmax denominators, where the weights need them (kept here, not in registers)
 };
 
@@ -73,79 +75,27 @@ __device__ __forceinline__ float eighth_largest(float (&m)[4], float& largest) {
   return smallest;
 }
 
-// Bit g of the result: group g of this row is kept, by exact keys. The whole warp works on one row; 8 groups of 32.
-template <class T>
-__device__ __noinline__ unsigned exact_kept_groups(const RouterForwardParams& p, const T* row, const float* bias_smem) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const auto value_of = [](std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); };
-  std::uint32_t key[8];
+// The K-th largest of the 32 values of 8 lanes, K <= 16; and the largest.
+__device__ __forceinline__ float kth_largest(const float (&m)[4], int K, float& largest) {
+  float four[4] = {m[0], m[1], m[2], m[3]}, eight[8], best[16];
+  order2(four[0], four[1]), order2(four[2], four[3]), order2(four[0], four[2]), order2(four[1], four[3]), order2(four[1], four[2]);
 #pragma unroll
-  for (int g = 0; g < 8; ++g) {  // groups are only allowed with softmax and sigmoid scores here
-    const float x = to_float(row[g * 32 + lane]), k = scalar::add(p.rows.score == kScoreSigmoid ? scalar::sigmoid(x) : x, bias_smem[g * 32 + lane]);
-    key[g] = scalar::is_finite(x) && scalar::is_finite(k) ? scalar::order_key(k) : 0u;
-  }
-  std::uint64_t composite[8];
+  for (int i = 0; i < 4; ++i) eight[i] = four[i], eight[7 - i] = __shfl_xor_sync(ptx::kFullWarp, four[i], 1);
+  sort_bitonic(eight);
 #pragma unroll
-  for (int g = 0; g < 8; ++g) {
-    const std::uint32_t best = ptx::redux_max(key[g]);
-    const int first = __ffs(static_cast<int>(__ballot_sync(ptx::kFullWarp, key[g] == best))) - 1;
-    const std::uint32_t second = ptx::redux_max(lane == first ? 0u : key[g]);
-    const bool two = second != 0 && p.group_best == 2;
-    const float score = two ? scalar::add(value_of(best), value_of(second)) : value_of(best);
-    const std::uint64_t count = best == 0 ? 0u : (two ? 2u : 1u);
-    composite[g] = count == 0 ? 0u : (count << 48) | (static_cast<std::uint64_t>(scalar::order_key(score)) << 16) | static_cast<std::uint64_t>(7 - g);
-  }
-  unsigned kept = 0;
+  for (int i = 0; i < 8; ++i) best[i] = eight[i], best[15 - i] = __shfl_xor_sync(ptx::kFullWarp, eight[i], 2);
+  sort_bitonic(best);
+  float other[16];
 #pragma unroll
-  for (int g = 0; g < 8; ++g) {
-    int rank = 0;
+  for (int i = 0; i < 16; ++i) other[i] = __shfl_xor_sync(ptx::kFullWarp, best[15 - i], 4);
 #pragma unroll
-    for (int other = 0; other < 8; ++other) rank += composite[other] > composite[g];
-    kept |= rank < p.num_kept ? 1u << g : 0u;
-  }
-  return kept;
-}
-
-// The kept groups of this lane's token, from its keys f [8 vectors = groups][4] to within 4.5e-7 and an ulp. Bit g as above; `certain`
-// is false in one of the token's lanes where exact keys must decide.
-__device__ __forceinline__ unsigned kept_groups(const RouterForwardParams& p, const float (&f)[8][4], bool& certain) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, sub = lane & 7;
-  float best[8], second[8];
+  for (int i = 0; i < 16; ++i) best[i] = fmaxf(best[i], other[i]);
+  sort_bitonic(best);
+  largest = best[0];
+  float kth = best[15];
 #pragma unroll
-  for (int g = 0; g < 8; ++g) {
-    const float a = fmaxf(f[g][0], f[g][1]), b = fminf(f[g][0], f[g][1]), c = fmaxf(f[g][2], f[g][3]), d = fminf(f[g][2], f[g][3]);
-    best[g] = fmaxf(a, c), second[g] = fmaxf(fminf(a, c), fmaxf(b, d));
-  }
-  // Each step halves the groups a lane looks after; in the end lane `sub` has group `sub` of all 8 lanes.
-#pragma unroll
-  for (int half = 4; half > 0; half >>= 1) {
-    const bool upper = (sub & half) != 0;
-#pragma unroll
-    for (int g = 0; g < half; ++g) {
-      const float sent_best = upper ? best[g] : best[g + half], sent_second = upper ? second[g] : second[g + half];
-      const float b = upper ? best[g + half] : best[g], s = upper ? second[g + half] : second[g];
-      const float other_best = __shfl_xor_sync(ptx::kFullWarp, sent_best, half), other_second = __shfl_xor_sync(ptx::kFullWarp, sent_second, half);
-      second[g] = fmaxf(fminf(b, other_best), fmaxf(s, other_second));
-      best[g] = fmaxf(b, other_best);
-    }
-  }
-  const float score = p.group_best == 2 ? best[0] + second[0] : best[0];
-  const float size = fabsf(best[0]) + (p.group_best == 2 ? fabsf(second[0]) : 0.0f);
-  const float amplitude = quad_max(size);
-  int rank = 0;
-  float next = -kInfinity;  // the best score behind this one
-#pragma unroll
-  for (int g = 0; g < 8; ++g) {
-    const float other = __shfl_sync(ptx::kFullWarp, score, g, 8);
-    const bool before = other > score || (other == score && g < sub);
-    rank += before;
-    next = fmaxf(next, before || g == sub ? -kInfinity : other);
-  }
-  const bool keep = rank < p.num_kept;
-  // A key is off by at most 4.5e-7 (2^x 2 ulp, 1/x 1 ulp, the sum 1/2; the exact score 3) and half an ulp of the biased sum on both sides;
-  // two keys a group, their sum rounded once more on both sides; two groups: 1.8e-6 and 4.8e-7 of the size.
-  certain = rank != p.num_kept - 1 || score - next > 2.5e-6f + 8.0e-7f * amplitude;  // false for a group without two candidates (-Inf, NaN)
-  return (__ballot_sync(ptx::kFullWarp, keep) >> (lane & 24)) & 0xffu;
+  for (int i = 14; i >= 0; --i) kth = K == i + 1 ? best[i] : kth;
+  return kth;
 }
 
 // Leaves each row's best K sorted: logits where true is returned (see logit_key()), else scores. Warp uniform.

@@ -78,6 +78,13 @@ __device__ __forceinline__ float exact_score(int score, float x) {
 // sigmoid to 1e-6 absolute.
 __device__ __forceinline__ float sigmoid_approx(float x) { return ptx::rcp_approx(1.0f + ptx::ex2_approx(scalar::mul(x, -1.44269504f))); }
 
+// Two sigmoids plus biases with one reciprocal. Neither (1 + e^-x) (1 + e^-y) nor its reciprocal may leave the normal range: -x - y <= 85.
+__device__ __forceinline__ void add_sigmoids(float& x, float& y, float bias_x, float bias_y) {
+  const float of_x = 1.0f + ptx::ex2_approx(scalar::mul(x, -1.44269504f)), of_y = 1.0f + ptx::ex2_approx(scalar::mul(y, -1.44269504f));
+  const float inverse = ptx::rcp_approx(of_x * of_y);
+  x = __fmaf_rn(inverse, of_y, bias_x), y = __fmaf_rn(inverse, of_x, bias_y);
+}
+
 // Filter values of four experts in place: -Inf for one that is no candidate; kPlain: only where x is not +Inf or NaN (the caller looks after
 // these).
 template <int kMode>

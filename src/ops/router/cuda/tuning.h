@@ -24,7 +24,7 @@ inline constexpr int kMaxFastGroups = 64;
 struct Policy {
   bool quads = true;                    // four tokens a warp for short rows
   int max_counts_by_sum = kMaxExperts;  // up to so many counts are complete when they add up (router_counts.cuh); else by ticket
-  bool early_counts = false;            // each CTA's last warp hands its counts over, where a kernel can (four-token kernel)
+  bool early_counts = true;             // each CTA's last warp hands its counts over, where a kernel can (four-token kernel)
   bool sums_in_forward = true;          // score sums of long rows by the forward kernel
   bool early_sums = true;               // its CTAs' sums are added up before it has ended
 };
