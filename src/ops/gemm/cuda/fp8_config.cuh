@@ -16,12 +16,13 @@ struct Fp8Config {
   static constexpr int kBytesA = gemm_limits::kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
   static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps, kScaleWarps = 2;
   static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN);
-  // Columns of a matrix instruction. With 128 the accumulators of 256 columns and the products of 128 fill the registers, with nothing left for
-  // the scales of columns that kTN needs.
-  static constexpr int kPartN = kBlockN == 192 ? 96 : 128, kParts = kBlockN / kPartN;
+  // Columns of a matrix instruction. 192: more than one product would leave the tensor cores waiting for A twice.
+  static constexpr int kPartN = kBlockN == 192 ? 192 : 128, kParts = kBlockN / kPartN;
   static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
   // Registers a thread after launch; walking groups by blocks takes more.
   static constexpr int kProducerRegisters = kForm == GemmForm::kTN ? 56 : 40, kMathRegisters = kForm == GemmForm::kTN ? 224 : 232;
+  static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kBuffers > 2;  // grouped_accumulate.cuh
+  static constexpr int kSumBuffers = kFetches ? kBuffers : 1;
   using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN>;
 };
 
@@ -30,11 +31,12 @@ struct Fp8Shared {
   std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
   std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
   alignas(16) float scales[C::kStages][C::kScaleFloats];  // of A's rows, then of B
-  std::uint64_t full[C::kStages], empty[C::kStages];
+  std::uint64_t full[C::kStages], empty[C::kStages], sums_full[C::kMathWarps][C::kSumBuffers];
   std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];
   int came_second[2];
+  unsigned sums_phases[C::kMathWarps];
 };
 
 }  // namespace waybill::cuda

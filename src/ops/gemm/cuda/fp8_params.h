@@ -27,7 +27,8 @@ inline constexpr int kScalesA = gemm_limits::kBlockM;
 constexpr int scale_floats(GemmForm form, int block_n) { return kScalesA + (form == GemmForm::kTN ? block_n : 4); }
 // A stage holds as many bytes as one of 16-bit elements of half the depth.
 constexpr int shared_bytes(GemmForm form, const GemmTile& tile) {
-  return gemm_limits::shared_bytes(tile) - gemm_limits::kControlBytes + tile.stages * scale_floats(form, tile.block_n) * 4 + 512;
+  return gemm_limits::shared_bytes(tile) - gemm_limits::kControlBytes + tile.stages * scale_floats(form, tile.block_n) * 4 +
+         (form == GemmForm::kTN ? 1024 : 512);
 }
 }  // namespace fp8_limits
 

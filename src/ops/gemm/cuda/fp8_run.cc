@@ -133,7 +133,10 @@ Fp8Tuning choose_fp8_tuning(const Fp8Problem& p, int num_sms) {
   Fp8Tuning best;
   best.band = p.form == GemmForm::kNT && !p.b_is_turned ? 2 : 8;  // measured (docs/perf/grouped-gemm-fp8.md)
   if (p.form == GemmForm::kTN) {
-    best.tile = p.n % 192 != 0 && p.n <= 1024 ? GemmTile{128, 5, 2, 2} : GemmTile{192, 4, 2, 3};
+    const bool adds = p.output == GemmOutput::kAddF32, fetches = adds && p.rows <= gemm_limits::kFetchedRows * std::max<std::int64_t>(p.groups, 1);
+    const GemmTile narrow = fetches ? GemmTile{128, 4, 2, 4} : GemmTile{128, 5, 2, 2},
+                   wide = adds && !fetches ? GemmTile{192, 4, 2, 2} : GemmTile{192, 4, 2, 3};
+    best.tile = p.n % 192 != 0 && p.n <= 1024 ? narrow : wide;
     return best;
   }
   struct Choice {

@@ -15,56 +15,79 @@
 
 namespace waybill::cuda {
 
-// What a thread keeps over a k block's scales: those of its two rows.
+// What a thread keeps of a k block's scales: those of its two rows, times that of a part's columns (kNT).
 struct RowScales {
   float low, high;
 };
 
-// acc += part under scales. b: of all columns, one a 128 x 128 tile (kNT) or one a column (kTN).
+// acc += part under scales. columns: of B, one a column (kTN).
 template <class C>
-__device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const float (&part)[C::kPartN / 2], int index, const RowScales& a, const float* b,
+__device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const float (&part)[C::kPartN / 2], int index, const RowScales& s, const float* columns,
                                         int lane) {
   if constexpr (C::kForm == GemmForm::kNT) {
-    const float low = a.low * b[index], high = a.high * b[index];
 #pragma unroll
     for (int j = 0; j < C::kPartN / 2; j += 4) {
       float* to = acc + C::kPartN / 2 * index + j;
-      to[0] = fmaf(part[j], low, to[0]), to[1] = fmaf(part[j + 1], low, to[1]);
-      to[2] = fmaf(part[j + 2], high, to[2]), to[3] = fmaf(part[j + 3], high, to[3]);
+      to[0] = fmaf(part[j], s.low, to[0]), to[1] = fmaf(part[j + 1], s.low, to[1]);
+      to[2] = fmaf(part[j + 2], s.high, to[2]), to[3] = fmaf(part[j + 3], s.high, to[3]);
     }
   } else {
 #pragma unroll
     for (int j = 0; j < C::kPartN / 2; j += 4) {
       float* to = acc + C::kPartN / 2 * index + j;
-      const float2 column = *reinterpret_cast<const float2*>(b + C::kPartN * index + 2 * j + 2 * (lane % 4));
-      to[0] = fmaf(part[j] * column.x, a.low, to[0]), to[1] = fmaf(part[j + 1] * column.y, a.low, to[1]);
-      to[2] = fmaf(part[j + 2] * column.x, a.high, to[2]), to[3] = fmaf(part[j + 3] * column.y, a.high, to[3]);
+      const float2 column = *reinterpret_cast<const float2*>(columns + C::kPartN * index + 2 * j + 2 * (lane % 4));
+      to[0] = fmaf(part[j] * column.x, s.low, to[0]), to[1] = fmaf(part[j + 1] * column.y, s.low, to[1]);
+      to[2] = fmaf(part[j + 2] * column.x, s.high, to[2]), to[3] = fmaf(part[j + 3] * column.y, s.high, to[3]);
       if (j % 16 == 12) asm volatile("" ::: "memory");  // or all columns' scales are loaded at once: spills
     }
   }
 }
 
+// Starts the products of part `index` of a stage.
 template <class C>
-__device__ __forceinline__ void multiply_block(float (&acc)[C::kBlockN / 2], const Fp8Shared<C>& shared, int slot, const MathThread& t) {
+__device__ __forceinline__ void start_part(float (&part)[C::kPartN / 2], int slot, int index, const MathThread& t) {
   const std::uint32_t stage = t.stages_address + static_cast<std::uint32_t>(slot * (C::kBytesA + C::kBytesB));
   const std::uint64_t a = tile_descriptor<true>(stage + static_cast<std::uint32_t>(t.warpgroup * gemm_limits::kHalfBytes));
-  const std::uint64_t b = tile_descriptor<true>(stage + C::kBytesA);
+  const std::uint64_t b = tile_descriptor<true>(stage + C::kBytesA + static_cast<std::uint32_t>(index * C::kPartN * fp8_limits::kBlockK));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {  // of 32 codes
+    ptx::WgmmaFp8<C::kPartN, static_cast<int>(C::kTypes)>::mma(part, a + step * 2, b + step * 2, step != 0 ? 1 : 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// All blocks of a unit. hand_on(slot) gives a stage back. Between a part's products and the next part's only the sums remain: what needs a way to shared
+// memory, scales and the next stage's barrier, goes while the tensor cores work.
+template <class C, class HandOn>
+__device__ __forceinline__ void multiply_blocks(float (&acc)[C::kBlockN / 2], Fp8Shared<C>& shared, int num_blocks, Ring<C::kStages>& stages,
+                                                const MathThread& t, const HandOn& hand_on) {
   const int thread = ptx::thread_index() % 128, lane = thread % 32, row = 64 * t.warpgroup + 16 * (thread / 32) + lane / 4;
-  const float* scales = shared.scales[slot];
-  const RowScales rows{scales[row], scales[row + 8]};
+  bool is_full = ptx::mbarrier_try(&shared.full[stages.slot], stages.parity);
+#pragma unroll 1
+  for (; num_blocks > 0; --num_blocks) {
+    if (!is_full) ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
+    const int slot = stages.slot;
+    const float* scales = shared.scales[slot];
 #pragma unroll
-  for (int index = 0; index < C::kParts; ++index) {
-    float part[C::kPartN / 2];
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {  // of 32 codes
-      ptx::WgmmaFp8<C::kPartN, static_cast<int>(C::kTypes)>::mma(part, a + step * 2, b + index * (C::kPartN * fp8_limits::kBlockK >> 4) + step * 2,
-                                                                 step != 0 ? 1 : 0);
+    for (int index = 0; index < C::kParts; ++index) {
+      float part[C::kPartN / 2];
+      start_part<C>(part, slot, index, t);
+      RowScales s{scales[row], scales[row + 8]};
+      if constexpr (C::kForm == GemmForm::kNT) {
+        const float of_part = scales[fp8_limits::kScalesA + index];
+        s.low *= of_part, s.high *= of_part;
+      }
+      if (index == C::kParts - 1) stages.advance();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_keep(part);
+      if (index == C::kParts - 1) {
+        if (C::kForm == GemmForm::kNT) hand_on(slot);
+        is_full = num_blocks > 1 && ptx::mbarrier_try(&shared.full[stages.slot], stages.parity);
+      }
+      promote<C>(acc, part, index, s, scales + fp8_limits::kScalesA, lane);
     }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_keep(part);
-    promote<C>(acc, part, index, rows, scales + fp8_limits::kScalesA, lane);
+    if (C::kForm == GemmForm::kTN) __syncwarp(), hand_on(slot);
   }
 }
 
@@ -94,14 +117,12 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
   float acc[C::kBlockN / 2];
 #pragma unroll
   for (float& value : acc) value = 0.0f;
-#pragma unroll 1
-  for (; num_blocks > 0; --num_blocks) {
-    ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
-    multiply_block<C>(acc, shared, stages.slot, t);
+  if constexpr (kFetchesSums<C>) {
+    const int warp = 4 * t.warpgroup + ptx::thread_index() % 128 / 32;
+    if (u.num_slices == 1 && ptx::thread_index() % 32 == 0 && fetches_sums(u, warp)) start_sums<C>(p, shared, u, warp);
     __syncwarp();
-    hand_on(stages.slot);
-    stages.advance();
   }
+  multiply_blocks<C>(acc, shared, num_blocks, stages, t, hand_on);
   if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.warpgroup, ptx::thread_index() % 128, &shared.came_second[t.warpgroup])) {
     return;
   }
@@ -110,6 +131,11 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
   const int columns = p.n - uniform(u.n0);
   if (C::kForm == GemmForm::kNT && p.bias != nullptr) {
     add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns, lane % 4, true, true);
+  }
+  if (kFetchesSums<C> && fetches_sums(u, warp)) {
+    if (u.num_slices > 1 && lane == 0) start_sums<C>(p, shared, u, warp);
+    add_sums<C>(acc, shared, p, u, warp);
+    return;
   }
   const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns, lane, first_element(warp_row)};
   store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
@@ -152,6 +178,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_fp8_sm90(const __grid_
       ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + C::kScaleWarps + C::kMathWarps);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     ptx::mbarrier_init(&shared.unit_wanted, 1);
+    for (int i = 0; i < C::kMathWarps; ++i) shared.sums_phases[i] = 0;
+    for (int i = 0; i < C::kMathWarps * C::kSumBuffers; ++i) ptx::mbarrier_init(&shared.sums_full[0][0] + i, 1);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();

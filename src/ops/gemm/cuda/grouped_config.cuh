@@ -14,8 +14,10 @@ struct GroupedConfig {
   static constexpr GemmOutput kOutput = kOutput_;
   static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
   static constexpr GemmEpilogue kEpilogue = kEpilogue_;
-  static constexpr int kPairs = kEpilogue == GemmEpilogue::kActivationGradient ? kBuffers / 2 : 1;  // of buffers for the pre-activation, a warp
-  static constexpr bool kMajorA = kForm != GemmForm::kTN, kMajorB = kForm == GemmForm::kNT;         // K-major
+  static constexpr int kPairs = kEpilogue == GemmEpilogue::kActivationGradient ? kBuffers / 2 : 1;             // of buffers for the pre-activation, a warp
+  static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kBuffers == 4;  // grouped_accumulate.cuh
+  static constexpr int kSumBuffers = kFetches ? kBuffers : 1;
+  static constexpr bool kMajorA = kForm != GemmForm::kTN, kMajorB = kForm == GemmForm::kNT;  // K-major
   static constexpr int kBytesA = gemm_limits::kBlockM * gemm_limits::kBlockBytes, kBytesB = kBlockN * gemm_limits::kBlockBytes;
   static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps;
   static constexpr int kProducerRegisters = 56, kMathRegisters = 224;  // a thread; together what the threads start with
@@ -31,12 +33,13 @@ struct GroupedShared {
   std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
   std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
   std::uint64_t full[C::kStages], empty[C::kStages], h_full[C::kMathWarps][C::kPairs];
+  std::uint64_t sums_full[C::kMathWarps][C::kSumBuffers];  // D's values for grouped_accumulate.cuh
   std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];
   int came_second[2];
-  unsigned h_phases[C::kMathWarps];        // a bit a pair of buffers: the phase of its barrier to wait for
-  std::uint32_t dead_rows[C::kStages][2];  // kTN through a list: bit 4 i + r of word w: row 8 i + 4 w + r of the k block is a padding row
+  unsigned h_phases[C::kMathWarps], sums_phases[C::kMathWarps];  // a bit a pair of buffers, a buffer: the phase of its barrier to wait for
+  std::uint32_t dead_rows[C::kStages][2];                        // kTN through a list: bit 4 i + r of word w: row 8 i + 4 w + r of the k block is a padding row
 };
 
 // The value of lane 0, known to be the same in all lanes: what branches around matrix instructions must depend on.

@@ -9,6 +9,8 @@
 #define WB_GEMM_TILES(F) F(256, 4, 2, 2) F(192, 4, 2, 3) F(128, 6, 2, 2) F(256, 4, 1, 2) F(128, 6, 1, 2)
 // wgrad: fewer; it gains nothing from 192 columns, and 256 in single CTAs would spill.
 #define WB_GEMM_TILES_TN(F) F(256, 4, 2, 2) F(128, 6, 2, 2) F(128, 6, 1, 2)
+// wgrad that adds to D: with four buffers D's values are fetched (grouped_accumulate.cuh), else the copy engine adds.
+#define WB_GEMM_TILES_TN_ADD(F) WB_GEMM_TILES_TN(F) F(256, 3, 2, 4) F(128, 5, 2, 4)
 // With an activation. The gradient's buffers come in pairs, gate and up.
 #define WB_GEMM_TILES_ACTIVATION(F) F(256, 4, 2, 2) F(128, 6, 2, 2)
 #define WB_GEMM_TILES_GRADIENT(F) F(256, 3, 2, 4) F(128, 5, 2, 4)

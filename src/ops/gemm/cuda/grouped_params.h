@@ -67,6 +67,8 @@ inline constexpr int kHalfBytes = 64 * kBlockBytes;  // 64 rows of a k block
 constexpr int stage_bytes(int block_n) { return (kBlockM + block_n) * kBlockBytes; }
 inline constexpr int kControlBytes = 1024;  // barriers and the ring of units
 inline constexpr int kMathWarps = 8;
+// wgrad that adds to D fetches D's values where groups have so many rows at most, measured (docs/perf/grouped-gemm.md).
+inline constexpr int kFetchedRows = 512;
 inline constexpr int kBufferRows = 16, kBufferBytes = kBufferRows * 128;  // of a result buffer
 constexpr int shared_bytes(const GemmTile& tile) { return tile.stages * stage_bytes(tile.block_n) + kMathWarps * tile.buffers * kBufferBytes + kControlBytes; }
 

@@ -181,20 +181,25 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     double cost;
   };
   static constexpr Choice kWithActivation[] = {{{256, 4, 2, 2}, 1.0}, {{128, 6, 2, 2}, 1.1}}, kWithGradient[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.0}};
+  static constexpr Choice kWithSums[] = {{{256, 3, 2, 4}, 1.0}, {{128, 5, 2, 4}, 1.1}};  // wgrad that adds to D
   static constexpr Choice kPlain[] = {
       {{256, 4, 2, 2}, 1.0}, {{192, 4, 2, 3}, 1.05}, {{128, 6, 2, 2}, 1.1}, {{256, 4, 1, 2}, 1.06}, {{128, 6, 1, 2}, 1.14},
   };
   GemmTuning best;
   double best_cost = 0;
-  const std::span<const Choice> choices = p.activation.epilogue == GemmEpilogue::kPlain        ? std::span<const Choice>(kPlain)
+  const std::int64_t mean_rows = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
+  const bool fetches = p.form == GemmForm::kTN && p.output == GemmOutput::kAddF32 && mean_rows <= gemm_limits::kFetchedRows;
+  const std::span<const Choice> choices = fetches                                              ? std::span<const Choice>(kWithSums)
+                                          : p.activation.epilogue == GemmEpilogue::kPlain      ? std::span<const Choice>(kPlain)
                                           : p.activation.epilogue == GemmEpilogue::kActivation ? std::span<const Choice>(kWithActivation)
                                                                                                : std::span<const Choice>(kWithGradient);
-  const std::int64_t mean_rows = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
   for (const Choice& choice : choices) {
     // Short groups leave the longer epilogue of wide tiles bare.
     if (p.activation.epilogue == GemmEpilogue::kActivationGradient && choice.tile.block_n != (mean_rows < 512 ? 128 : 256)) continue;
-    // wgrad is bound by the operands' way to the tensor cores: narrow tiles only where the result is narrow.
-    if (p.form == GemmForm::kTN && (choice.tile.block_n != (p.n <= 128 ? 128 : 256) || (choice.tile.block_n == 256 && choice.tile.cluster == 1))) continue;
+    // wgrad is bound by the operands' way to the tensor cores: narrow tiles only where the result is narrow, or where D's values take the time (measured).
+    if (p.form == GemmForm::kTN &&
+        (choice.tile.block_n != (p.n <= 128 || (fetches && p.n >= p.m) ? 128 : 256) || (choice.tile.block_n == 256 && choice.tile.cluster == 1)))
+      continue;
     const std::int64_t mean = p.form == GemmForm::kTN ? p.m : div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
     const std::int64_t units = p.groups * units_of_tiles(div_up(mean, kBlockM), div_up(p.n, choice.tile.block_n), choice.tile.cluster);
     const double cost = static_cast<double>(div_up(units, num_sms / choice.tile.cluster) * choice.tile.block_n) * choice.cost;

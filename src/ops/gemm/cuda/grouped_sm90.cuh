@@ -14,6 +14,7 @@
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
+#include "ops/gemm/cuda/grouped_accumulate.cuh"
 #include "ops/gemm/cuda/grouped_activation.cuh"
 #include "ops/gemm/cuda/grouped_epilogue.cuh"
 #include "ops/gemm/cuda/grouped_gather.cuh"
@@ -153,6 +154,10 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
       const int warp = 4 * t.warpgroup + ptx::thread_index() % 128 / 32;
       if (block == 0 && ptx::thread_index() % 32 == 0 && 16 * warp < u.m_valid) start_h<C>(p, shared, u, warp);
     }
+    if constexpr (kFetchesSums<C>) {
+      const int warp = 4 * t.warpgroup + ptx::thread_index() % 128 / 32;
+      if (block == 0 && u.num_slices == 1 && ptx::thread_index() % 32 == 0 && fetches_sums(u, warp)) start_sums<C>(p, shared, u, warp);
+    }
     ptx::wgmma_wait<1>();
     if (block > 0) hand_on(previous);
     previous = stages.slot;
@@ -172,6 +177,11 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
       };
       const int row = warp_row + lane / 4;
       add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns(), lane % 4, takes_bias(row), takes_bias(row + 8));
+    }
+    if (kFetchesSums<C> && fetches_sums(u, warp)) {
+      if (u.num_slices > 1 && lane == 0) start_sums<C>(p, shared, u, warp);
+      add_sums<C>(acc, shared, p, u, warp);
+      return;
     }
     const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns(), lane, first_element(warp_row)};
     store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
@@ -220,7 +230,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_gemm_sm90(const __grid
     for (int i = 0; i < kUnitSlots; ++i) ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + warps + C::kMathWarps);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     ptx::mbarrier_init(&shared.unit_wanted, 1);
-    for (int i = 0; i < C::kMathWarps; ++i) shared.h_phases[i] = 0;
+    for (int i = 0; i < C::kMathWarps; ++i) shared.h_phases[i] = 0, shared.sums_phases[i] = 0;
+    for (int i = 0; i < C::kMathWarps * C::kSumBuffers; ++i) ptx::mbarrier_init(&shared.sums_full[0][0] + i, 1);
     for (int i = 0; i < C::kMathWarps * C::kPairs; ++i) ptx::mbarrier_init(&shared.h_full[0][0] + i, 1);
     ptx::mbarrier_init_fence();
   }

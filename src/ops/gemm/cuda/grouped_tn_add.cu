@@ -3,6 +3,6 @@
 
 namespace waybill::cuda {
 
-WB_GEMM_TABLE(grouped_kernels_tn_add, kTN, kAddF32, WB_GEMM_TILES_TN)
+WB_GEMM_TABLE(grouped_kernels_tn_add, kTN, kAddF32, WB_GEMM_TILES_TN_ADD)
 
 }  // namespace waybill::cuda
