@@ -44,7 +44,7 @@ struct GroupedProblem {
   std::int64_t whole_m = 0, whole_n = 0;
   StatusWord* status = nullptr;
   std::int64_t b_row_stride = 0, b_plane = 0;  // kNT, kNN: b is a part of wider weights, these elements from a row to the next and from a group; 0: contiguous
-  GroupedActivation activation = {};  // kNT, kNN with bf16 results
+  GroupedActivation activation = {};           // kNT, kNN with bf16 results
 };
 
 // How a launch is shaped; every choice gives the same bits in kNT and kNN, and in kTN unless a group is cut into slices.
