@@ -68,6 +68,7 @@ __device__ __forceinline__ bool route_quad(const RouterForwardParams& p, int t0,
     const unsigned bad = __ballot_sync(ptx::kFullWarp, active && is_bad);
     count_nonfinite_rows(p.status, ((bad & 0xffu) != 0) + ((bad & 0xff00u) != 0) + ((bad & 0xff0000u) != 0) + (bad >> 24 != 0));
     ptx::fence_async_proxy();  // before the copy engine writes the rows again
+    __syncwarp();              // other lanes may read them for exact keys
     load_entries();
     if (kMode != kQuadPlain && rows.score == kScoreSigmoid) {
 #pragma unroll
