@@ -138,7 +138,8 @@ def main():
         print(f"rank {ep.rank}: {name} agrees", flush=True)
     replay(block, ep)
     overflow(ep)
-    routes(ep)
+    if not PLAY_NODES:  # the exchange by itself has not run between nodes
+        routes(ep)
     differing(ep)
     torch.cuda.synchronize()
     dist.barrier()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _abi, _core
 from .._library import check, library
-from ..config import WIRES, choice
+from ..config import HIERARCHIES, WIRES, choice
 from ..group import Fabric
 from . import _slots, _views
 from ._slots import Slots
@@ -209,7 +209,7 @@ class Exchange:
         self._core = _core.Exchange(fabric, H=H, E=E, K=K, alignment=alignment, combine_wire=combine_wire, hierarchy=hierarchy, debug_checks=debug_checks)
         self._number = _views.register(self._core)
         self.H, self.E, self.K, self.fabric, self.T_max, self.receive_factor = H, E, K, fabric, T_max, receive_factor
-        self._alignment, self._wire = alignment, combine_wire
+        self._alignment, self._wire, self._hierarchy = alignment, combine_wire, hierarchy
         self._on_device: dict[int, _slots.DeviceExchange] = {}
 
     def plan(self, ids: Tensor, weights: Tensor) -> Plan:
@@ -282,6 +282,7 @@ class Exchange:
         check(library().wb_exchange_config_init(c.byref(config), c.sizeof(config)))
         config.H, config.E, config.K, config.T_max, config.alignment = self.H, self.E, self.K, max(self.T_max or T, 1), self._alignment
         config.receive_factor, config.mode, config.combine_wire = self.receive_factor, 1, choice(self._wire, WIRES, "combine_wire")
+        config.hierarchy = choice(self._hierarchy, HIERARCHIES, "hierarchy")
         own = self._on_device[device] = _slots.DeviceExchange(config, self.fabric, device)
         return own
 
