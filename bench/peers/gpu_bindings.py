@@ -5,11 +5,12 @@ time of each op.
 
   python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--load W0] [--json FILE] [--only TEXT] [--rate-only | --host-only]
 
-Rate: bf16, even groups or those of a load (W0 to W9, loads.py), random normal data; a sample of each result is compared with sums in float64 before anything is timed. JAX has no events of its own:
-one call and eleven calls of a jitted program are timed, each on an idle device, and the tenth part of the difference is taken, median of 5. PyTorch: as
-bench_cuda_gemm, 10 calls between two events after 15 ms of spinning, median of 5. --cpp: records of `bench_cuda_gemm GEMM.jsonl --filter ...` of the same
-session, whose rates stand in the column C++. XLA's ragged_dot is whatever the installed XLA lowers it to; it is timed over two calls. XLA_FLAGS chooses its other lowerings:
---xla_gpu_experimental_use_ragged_dot_fusion=true, --xla_gpu_experimental_use_ragged_dot_grouped_gemm=true.
+Rate: bf16, even groups or those of a load (W0 to W9, loads.py), random normal data; a sample of each result is compared with sums in float64 before
+anything is timed. JAX has no events of its own: one call and eleven calls of a jitted program are timed, each on an idle device, and the tenth part
+of the difference is taken, median of 5. PyTorch: as bench_cuda_gemm, 10 calls between two events after 15 ms of spinning, median of 5. --cpp: records
+of `bench_cuda_gemm GEMM.jsonl --filter ...` of the same session, whose rates stand in the column C++. XLA's ragged_dot is whatever the installed XLA
+lowers it to; it is timed over two calls. XLA_FLAGS chooses its other lowerings: --xla_gpu_experimental_use_ragged_dot_fusion=true,
+--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true.
 
 Host time: medians of 1,000 calls with small operands. "call": until it returns. "empty": a program (JAX) or custom op (PyTorch) with the same arguments and
 results that computes nothing of ours. "C": the same C functions through ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.

@@ -18,7 +18,6 @@ from ._library import check, library
 from .config import MoeConfig
 
 
-
 class Peers(NamedTuple):
     """How this process and the others of its group find each other. publish(port of rank 0, or 0) gives rank 0's port to every rank."""
 

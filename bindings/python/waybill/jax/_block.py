@@ -138,9 +138,10 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
     see it). A backward that finds nothing, or saved_steps=0, computes the forward again with the same routes. Under jax.checkpoint,
     policies.save_only_these_names(waybill.jax.ROUTES) keeps the routes [T, K] alone. vmap runs one call a batch element.
 
-    On a GPU (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA) matmuls run in bfloat16 or the recipe's formats and what backward needs is an array of XLA's (checkpoint_name
-    waybill.jax.SAVED; saved_steps has no meaning). Gradients come in the dtype of the parameter, those of float32 ones unrounded. axis_name: one process a
-    GPU, the axis in the order of the processes. platform "cpu" or "cuda": needed where a program is traced for another backend than JAX's default.
+    On a GPU (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA) matmuls run in bfloat16 or the recipe's formats and what backward
+    needs is an array of XLA's (checkpoint_name waybill.jax.SAVED; saved_steps has no meaning). Gradients come in the dtype of the parameter, those of
+    float32 ones unrounded. axis_name: one process a GPU, the axis in the order of the processes. platform "cpu" or "cuda": needed where a program is
+    traced for another backend than JAX's default.
     """
     place = _device_block.platform(x, platform)
     on_gpu = place == "cuda"

@@ -2,8 +2,8 @@
 """Waybill for PyTorch: custom ops with autograd and the MoE block.
 
 All ops have fake functions, so that torch.compile traces through them. On the CPU they run in the calling thread and have finished when they
-return. router, grouped_matmul, quantize_mx, dequantize_mx, the MoE block and Exchange's dispatch_slots and combine_slots also take CUDA tensors where the library
-was built with CUDA: they queue on the current stream, wait for nothing and can be captured in a CUDA graph.
+return. router, grouped_matmul, quantize_mx, dequantize_mx, the MoE block and Exchange's dispatch_slots and combine_slots also take CUDA tensors
+where the library was built with CUDA: they queue on the current stream, wait for nothing and can be captured in a CUDA graph.
 """
 
 try:

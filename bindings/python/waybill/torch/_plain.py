@@ -38,7 +38,7 @@ class Calls:
         T, kinds = x.numel() // layer.config.H, _device.ROW_DTYPES
         layer.check_rows(T)
         self._bytes = layer.bytes
-        # Functions of their own without argument types: what they are given are references and pointers made below, and a check of each costs half a microsecond.
+        # Functions of their own without argument types: they get references and pointers made below, and a check of each costs half a microsecond.
         self._forward, self._backward = (library()[name] for name in ("wb_device_moe_forward", "wb_device_moe_backward"))
         self._factors, self._no_factors = c.c_void_p(), c.c_void_p()
         parameters, gradients = _abi.sized(_abi.MoeTensors), _abi.sized(_abi.MoeTensors)

@@ -110,10 +110,11 @@ class MoE(nn.Module):
     `loss_scale` (1.0; set it to the loss scale of mixed precision, divided by what the main loss is divided by). With return_stats=True it
     is not: add stats.loss to your loss. Collective over ep and world; ranks may bring different numbers of tokens, none included.
 
-    CUDA tensors (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA): matmuls in bfloat16 or the recipe's formats; the gradient of a parameter comes in its dtype, of a float32 one unrounded.
-    Calls queue on the current stream and wait for nothing; they can be captured after one call of either direction. ep: one process a GPU (NVLink), all
-    ranks with the same T; its group must also move CPU tensors, and world must be ep. The first call with more rows than any before allocates and is
-    collective: set config.T_max where lengths differ.
+    CUDA tensors (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA): matmuls in bfloat16 or the recipe's formats; the gradient of
+    a parameter comes in its dtype, of a float32 one unrounded. Calls queue on the current stream and wait for nothing; they can be captured after one
+    call of either direction. ep: one process a GPU (one NVLink domain; several with config.hierarchy "two_level"), all ranks with the same T; its group
+    must also move CPU tensors, and world must be ep. The first call with more rows than any before allocates and is collective: set config.T_max
+    where lengths differ.
     """
 
     def __init__(self, config: MoeConfig, *, ep: Fabric | None = None, world: Fabric | None = None, device: Any = None, dtype: Any = None) -> None:
@@ -179,8 +180,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, *, rounding_seed: Tensor | int | None = None,
                 return_stats: bool = False) -> Any:  # fmt: skip
         """x [..., H] float32 or bfloat16; padding_mask [...] bool or uint8, True = padding (its routed part is 0). rounding_seed: for recipes
-        with random numbers, one a layer, step and micro-batch, the same on every rank; a tensor does not recompile, and on a GPU is read when the kernels run, so
-        that replays of a graph draw anew (give it on x's device). Returns out, or (out, MoEStats)."""
+        with random numbers, one a layer, step and micro-batch, the same on every rank; a tensor does not recompile, and on a GPU is read when the
+        kernels run, so that replays of a graph draw anew (give it on x's device). Returns out, or (out, MoEStats)."""
         tensors = self._tensors()
         if x.is_cuda:
             if not return_stats and padding_mask is None and rounding_seed is None and not torch.compiler.is_compiling():
