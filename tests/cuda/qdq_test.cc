@@ -161,5 +161,27 @@ TEST(QdqCuda, SpecialValues) {
   }
 }
 
+// Nothing is launched: this needs no GPU.
+TEST(QdqCuda, OtherFormatsAreRefusedWithTheirBlocks) {
+  const auto refused = [](QdqCall call, const char* text) {
+    try {
+      launch_qdq(call, nullptr);
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+      return;
+    }
+    ADD_FAILURE() << "not refused: " << text;
+  };
+  QdqCall call{};
+  call.element = ElementFormat::kE4M3, call.scale = ScaleFormat::kE8M0, call.block_rows = 1, call.block_columns = 64;
+  refused(call, "1 x 64");
+  call.block_columns = 32, call.stochastic = true;
+  refused(call, "1 x 32");
+  call.element = ElementFormat::kE2M1, call.scale = ScaleFormat::kE4M3, call.block_columns = 16, call.hadamard = true;
+  refused(call, "1 x 16");
+  call.block_rows = 16, call.hadamard = false;
+  refused(call, "16 x 16");
+}
+
 }  // namespace
 }  // namespace waybill::cuda
