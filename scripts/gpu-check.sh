@@ -92,6 +92,7 @@ for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nc
     note "$program" "failed: not built"
   elif [ $program = test_cuda_moe ]; then
     # Most of its time is the reference's on the CPU: in parts beside each other.
+    [ "$num_gpus" -eq 1 ] || start "first steps of two GPUs" "$bin/$program" --gtest_filter='MoeTwoGpus.AFirstStep*:MoeTwoGpus.ARankWithoutTokens*'
     for part in 0 1 2 3; do start "$program, part $((part + 1)) of 4" env GTEST_TOTAL_SHARDS=4 GTEST_SHARD_INDEX=$part "$bin/$program"; done
   elif [ "${program#bench}" = "$program" ] && [ $program != test_cuda_nccl ]; then
     start "$program" "$bin/$program"

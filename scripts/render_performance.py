@@ -37,7 +37,7 @@ def table(records):
 
 
 def module_table(records):
-    rows = ["| shape | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange, % of kernel time | ceiling without it | steps |",
+    rows = ["| shape | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange not hidden, % | ceiling without it | steps |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for r in records:
         if r["unit"] != "us":

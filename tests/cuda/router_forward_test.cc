@@ -136,7 +136,6 @@ TEST(RouterForwardCuda, ShortRowsMatchWhereGroupScoresAreNearlyEqual) {
   }
 }
 
-// Launches that overlap (core/cuda/launch.h): each sees what the kernel before it wrote, plain kernels and copies included.
 // Groups at the boundary that only exact keys tell apart: two of them, tied or 1e-7 apart, or three; also groups without two candidates.
 void make_groups_close(RouterProblem& p, std::int64_t M, std::mt19937& random) {
   for (std::int64_t t = 0; t < p.T; ++t) {
@@ -207,6 +206,7 @@ TEST(RouterForwardCuda, EveryKindOfShortRowsMatchesWithAndWithoutABias) {
   }
 }
 
+// Launches that overlap (core/cuda/launch.h): each sees what the kernel before it wrote, plain kernels and copies included.
 TEST(RouterForwardCuda, OverlappedLaunchesSeeWhatCameBefore) {
   WB_NEEDS_GPU();
   constexpr std::int64_t T = 700;

@@ -128,10 +128,9 @@ InFlight& begin(Batch& batch) {
   return *own.begun;
 }
 
-// What a done finishes; `name` of its start is in the error.
+// What a done finishes; `name` of its start is in the error. The done lets go of it (kind = kNone) once its own arguments are right.
 InFlight& begun(wb_device_exchange& own, InFlight::Kind kind, const char* name) {
   WB_CHECK(own.begun != nullptr && own.begun->kind == kind, "nothing was begun by {} on this exchange", name);
-  own.begun->kind = InFlight::Kind::kNone;
   return *own.begun;
 }
 
@@ -200,6 +199,7 @@ wb_status wb_device_exchange_dispatch_done(wb_device_exchange* exchange, const w
     const cuda::DeviceGuard guard(own.where.index);
     InFlight& from = begun(own, InFlight::Kind::kDispatch, "wb_device_exchange_dispatch_start");
     WB_CHECK(to.dtype == from.dtype, "slots is {}, x of the start was {}", to_string(to.dtype), to_string(from.dtype));
+    from.kind = InFlight::Kind::kNone;
     from.finished.wait_on(queue);
     write_slots(own, to, sizes, valid, queue);
     from.read.record(queue);
@@ -244,9 +244,10 @@ wb_status wb_device_exchange_combine_done(wb_device_exchange* exchange, const wb
   return guarded([&] {
     wb_device_exchange& own = required(exchange, "exchange");
     const auto queue = static_cast<cudaStream_t>(stream_on(stream, own.where, "the exchange").native);
-    const TensorView to = own.checked_rows(out, own.begun == nullptr ? 0 : own.begun->T, false, "out");
-    const cuda::DeviceGuard guard(own.where.index);
     InFlight& from = begun(own, InFlight::Kind::kCombine, "wb_device_exchange_combine_start");
+    const TensorView to = own.checked_rows(out, from.T, false, "out");
+    const cuda::DeviceGuard guard(own.where.index);
+    from.kind = InFlight::Kind::kNone;
     from.finished.wait_on(queue);
     if (to.size() > 0) WB_TRY_CUDA(cudaMemcpyAsync(to.data, from.out.data(), static_cast<std::size_t>(to.size()) * 4, cudaMemcpyDeviceToDevice, queue));
     from.read.record(queue);

@@ -47,7 +47,7 @@ std::size_t most_bytes(const Config& config, int P, const Bytes& bytes_on) {
   return most;
 }
 
-// process_memory_nccl.cc, or no_nccl.cc in a build without NCCL's headers.
+// nccl_memory.cc, or no_nccl.cc in a build without NCCL's headers.
 std::unique_ptr<ProcessMemory> make_nccl_memory(const wb_process_group& group, std::size_t arena_bytes, bool may_have_nodes);
 
 }  // namespace waybill::capi

@@ -12,6 +12,7 @@ constexpr int kBarrierPhase = 300;  // wait errors of the barriers around the ma
 }  // namespace
 
 void DeviceExchange::plan_map(DeviceHandle& handle, std::span<const DeviceMap> maps, cudaStream_t stream) const {
+  check_one_node("plan_map()");
   WB_CHECK(map_.enabled, "plan_map: the exchange was made without room for maps");
   WB_CHECK(maps.size() == static_cast<std::size_t>(num_ranks()), "plan_map: {} ranks of this launch, got {} maps", num_ranks(), maps.size());
   for (std::size_t i = 0; i < maps.size(); ++i) {

@@ -18,6 +18,7 @@ void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::s
 }
 void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
                                     cudaStream_t stream) const {
+  check_one_node("permute_others()");
   permute_part(handle, dtype, rows, y, kPermuteOthers, config_.H, stream);
 }
 

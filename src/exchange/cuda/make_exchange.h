@@ -18,8 +18,8 @@ struct RankGroup {
 };
 
 // The exchange of a node, for sizing and booking its windows with P = per_node(); one node: config itself, flat (two_level: with an fp32 wire, which is what
-// two levels come to there). Refuses, with the values: P that nodes does
-// not divide; several nodes: hierarchy flat, E that nodes does not divide, K above E / nodes. Budgets of rows and slots are those of config and P.
+// two levels come to there). Refuses, with the values: P that nodes does not divide; several nodes: hierarchy flat, E that nodes does not divide, K above
+// E / nodes. Budgets of rows and slots are those of config and P.
 ExchangeConfig windows_config(const ExchangeConfig& config, const RankGroup& group);
 
 // Of DeviceExchange::handle_bytes(), before there is one; the second: what it allocates for a rank beside windows and handles.

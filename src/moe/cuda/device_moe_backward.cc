@@ -245,10 +245,15 @@ void DeviceMoeLayer::Impl::first_gradients_beside(const Backward& b) {
   mark_beside(Phase::kCombine);
   reduce_and_combine(b.saved, to, bases, beside, options.policy.combine_sms);
   mark_beside(Phase::kOther);
-  int& copying_ctas = exchange->tuning().local_ctas;
-  const int before = std::exchange(copying_ctas, copying_ctas > 0 ? copying_ctas : std::max(2, 2 * (sm_count - options.policy.combine_sms)));
-  copy_x(b), first_weight_gradients(b);
-  copying_ctas = before;
+  {
+    const struct Restored {
+      int& value;
+      const int before = value;
+      ~Restored() { value = before; }
+    } copying_ctas{exchange->tuning().local_ctas};
+    if (copying_ctas.value <= 0) copying_ctas.value = std::max(2, 2 * (sm_count - options.policy.combine_sms));
+    copy_x(b), first_weight_gradients(b);
+  }
   mark(Phase::kCombine, b.stream);  // what of it is still to come
   join(b.stream, beside);
 }
