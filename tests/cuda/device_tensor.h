@@ -24,6 +24,7 @@ struct DeviceTensor {
     std::vector<bf16> rounded(values.begin(), values.end());
     const void* from = view.dtype == DType::kF32 ? static_cast<const void*>(values.data()) : static_cast<const void*>(rounded.data());
     WB_TRY_CUDA(cudaMemcpy(view.data, from, values.size() * size_bytes(view.dtype), cudaMemcpyHostToDevice));
+    WB_TRY_CUDA(cudaStreamSynchronize(cudaStreamLegacy));  // a small copy returns before it is done, and other streams do not wait for it
   }
   std::vector<float> get() const { return get(view.shape[0]); }
   std::vector<float> get(std::int64_t rows) const { return read(this->rows(rows)); }

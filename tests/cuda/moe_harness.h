@@ -94,6 +94,7 @@ class GpuMoe {
     for (auto& part : parts_) {
       const DeviceGuard guard(part->device);
       for (std::size_t i = 0; i < part->ranks.size(); ++i) upload(*part, i);
+      WB_TRY_CUDA(cudaStreamSynchronize(cudaStreamLegacy));
     }
   }
   // The caller's own routing [T, E] instead of the router's, from the next upload on; empty: none.
@@ -114,6 +115,8 @@ class GpuMoe {
       for (Rank& m : part->ranks) {
         for (DeviceTensor* g : m.gradient_tensors()) WB_TRY_CUDA(cudaMemset(g->view.data, 0, g->memory.bytes()));
       }
+      const DeviceGuard guard(part->device);
+      WB_TRY_CUDA(cudaStreamSynchronize(cudaStreamLegacy));
     }
   }
 
@@ -158,6 +161,7 @@ class GpuMoe {
   void upload_rows(const mt::Batch& batch) {
     batch_.x = batch.x, batch_.d_out = batch.d_out;
     for (auto& part : parts_) {
+      const DeviceGuard guard(part->device);
       for (std::size_t i = 0; i < part->ranks.size(); ++i) upload_rows(*part, i);
     }
   }
@@ -336,11 +340,12 @@ class GpuMoe {
   void upload_rows(Part& p, std::size_t i) {
     const int rank = p.rank_of(i);
     Rank& m = p.ranks[i];
-    m.x.set(cut(batch_.x, rank, c_.H)), m.d_out.set(cut(batch_.d_out, rank, c_.H));
     WB_TRY_CUDA(cudaMemset(m.out.view.data, 0xff, m.out.memory.bytes()));
     WB_TRY_CUDA(cudaMemset(m.dx.view.data, 0xff, m.dx.memory.bytes()));
-    if (options_.accumulate) return;
-    for (DeviceTensor* g : m.gradient_tensors()) WB_TRY_CUDA(cudaMemset(g->view.data, 0xff, g->memory.bytes()));
+    if (!options_.accumulate) {
+      for (DeviceTensor* g : m.gradient_tensors()) WB_TRY_CUDA(cudaMemset(g->view.data, 0xff, g->memory.bytes()));
+    }
+    m.x.set(cut(batch_.x, rank, c_.H)), m.d_out.set(cut(batch_.d_out, rank, c_.H));  // waits for what was set above, too
   }
   void upload(Part& p, std::size_t i) {
     const int rank = p.rank_of(i);

@@ -16,6 +16,7 @@ DeviceBuffer upload(const std::vector<T>& values, int device) {
   DeviceBuffer buffer(std::max<std::size_t>(values.size() * sizeof(T), 1), device);
   const DeviceGuard guard(device);
   if (!values.empty()) WB_TRY_CUDA(cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  WB_TRY_CUDA(cudaStreamSynchronize(cudaStreamLegacy));  // a small copy returns before it is done, and the model's stream does not wait for it
   return buffer;
 }
 

@@ -101,6 +101,7 @@ void RecipeMatmuls::prepare(unsigned char* scratch, int device) const {
     for (std::int64_t g = 0; g <= shapes[i].L; ++g) firsts.push_back(static_cast<std::int32_t>(g * shapes[i].N));
     WB_TRY_CUDA(cudaMemcpy(scratch + layout_.weights[i].firsts, firsts.data(), firsts.size() * sizeof(std::int32_t), cudaMemcpyHostToDevice));
   }
+  WB_TRY_CUDA(cudaStreamSynchronize(cudaStreamLegacy));  // small copies return before they are done, and the caller's stream need not wait for them
 }
 
 }  // namespace waybill::cuda
