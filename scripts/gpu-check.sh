@@ -99,7 +99,7 @@ for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nc
   fi
 done
 if [ $quick = 0 ]; then
-  small_router='RouterCasesCuda.F0*:RouterForwardCuda.ShortRows*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*'
+  small_router='RouterCasesCuda.F0*:RouterForwardCuda.ShortRows*:RouterForwardCuda.WeightsIgnore*:RouterForwardCuda.Replay*:RouterForwardCuda.Parity*:RouterBackwardCuda.Parity*:RouterBackwardCuda.LossesOf*'
   small_gemm='GroupedGemmCuda.NoRows*:ActivationCuda.Fp32*:GroupedGemmActivationApiCuda.*:GroupedGemmCuda.AGroup*:GroupedGemmCuda.ARow*:GroupedGemmCuda.Broken*:GroupedGemmApiCuda.Wgrad*'
   small_fp8='GroupedFp8Cuda.NoRows*:GroupedFp8Cuda.AGroup*:GroupedFp8Cuda.ARow*:GroupedFp8Cuda.Broken*'
   small_quantize='QuantizeBadInputCuda.*:QuantizeCuda.Widths*:QuantizeCuda.RowsWithStrides:QuantizeCuda.ACaptured*'
@@ -109,10 +109,8 @@ if [ $quick = 0 ]; then
   small_moe='Ranks/MoeCuda.AgreesWithTheLayerOnTheCpuAtRagged*/4:Ranks/MoeCuda.AnExceeded*/2'
   if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck initcheck; do
-      # The score sums under memcheck alone: docs/testing.md says what racecheck finds in them.
       more=
-      [ $tool = initcheck ] || more=':CApiCuda.*'
-      [ $tool != memcheck ] || more+=':RouterSumsCuda.AFew*'
+      [ $tool = initcheck ] || more=':CApiCuda.*:RouterSumsCuda.AFew*'
       start "$tool router" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_router" --gtest_filter="$small_router$more"
       # The matmuls under memcheck alone.
       [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"

@@ -168,6 +168,21 @@ TEST_P(MoeNodesCuda, AnExceededBudgetMakesTheStepInvalidOnEveryNode) {
   expect_same_bits(before, nodes.result(), "after an invalid step");
 }
 
+// As the CPU engine: partial sums that cross no node are not rounded to the wire's type.
+TEST(MoeNodes, TwoLevelsInOneDomainRoundNothing) {
+  WB_NEEDS_GPU();
+  const auto step = [](Hierarchy hierarchy, CombineWire wire) {
+    MoeConfig c = node_layer(60);
+    c.hierarchy = hierarchy, c.combine_wire = wire;
+    GpuMoe gpu(c, 2, bf16_weights(c, 3), {});
+    gpu.upload(bf16_batch(c, even(2, 60), 4)), gpu.step();
+    return gpu.result();
+  };
+  const mt::Result two_level = step(Hierarchy::kTwoLevel, CombineWire::kBF16);
+  expect_same_bits(step(Hierarchy::kFlat, CombineWire::kF32), two_level, "fp32 wire");
+  EXPECT_NE(step(Hierarchy::kFlat, CombineWire::kBF16).out, two_level.out);
+}
+
 TEST(MoeNodesRefusals, WhatNeedsOneDomainIsNamed) {
   DeviceMoeOptions options;
   options.nodes = 2;
