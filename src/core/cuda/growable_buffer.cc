@@ -26,7 +26,7 @@ const Driver& driver() {
 }
 
 void check(CUresult result, const char* call) {
-  if (result != CUDA_SUCCESS) WB_FAIL(ErrorCode::kCuda, "{} failed with driver error {}", call, static_cast<int>(result));
+  if (result != CUDA_SUCCESS) WB_FAIL(ErrorCode::kCuda, "{} failed: {}", call, driver_error_text(result));
 }
 
 CUmemAllocationProp on_device(int device) {

@@ -10,7 +10,7 @@ namespace waybill::cuda {
 namespace {
 
 void check(CUresult result, const char* call) {
-  if (result != CUDA_SUCCESS) WB_FAIL(ErrorCode::kCuda, "{} failed with driver error {}", call, static_cast<int>(result));
+  if (result != CUDA_SUCCESS) WB_FAIL(ErrorCode::kCuda, "{} failed: {}", call, driver_error_text(result));
 }
 
 void load(cudaGraph_t graph) {

@@ -3,22 +3,10 @@
 
 #include <algorithm>
 
-#include "core/cuda/cuda_error.h"
+#include "core/cuda/driver_function.h"
 
 namespace waybill::cuda {
 namespace {
-
-// The driver's function, found through the runtime, so that nothing links to libcuda.
-decltype(&cuTensorMapEncodeTiled) encoder() {
-  static const auto function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    WB_TRY_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
-    if (result != cudaDriverEntryPointSuccess || found == nullptr) WB_FAIL(ErrorCode::kUnsupported, "the driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  return function;
-}
 
 CUtensorMapDataType map_type(DType dtype) {
   if (dtype == DType::kBF16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -44,10 +32,11 @@ CUtensorMap make_strided_tensor_map(const char* name, DType dtype, const void* d
   const cuuint64_t strides[2] = {at_least_1(row_stride) * static_cast<cuuint64_t>(size), at_least_1(plane_stride) * static_cast<cuuint64_t>(size)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encoder()(&map, map_type(dtype), rank, const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                    CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  static const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
+  const CUresult result = encode(&map, map_type(dtype), rank, const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    WB_FAIL(ErrorCode::kCuda, "cuTensorMapEncodeTiled of {} [{}, {}, {}] failed with driver error {}", name, planes, rows, columns, static_cast<int>(result));
+    WB_FAIL(ErrorCode::kCuda, "cuTensorMapEncodeTiled of {} [{}, {}, {}] failed: {}", name, planes, rows, columns, driver_error_text(result));
   }
   return map;
 }

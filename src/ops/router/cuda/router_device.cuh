@@ -84,6 +84,9 @@ __device__ __forceinline__ float selection_score(int score, float x) {
   return x;
 }
 
+// The float of a scalar::order_key().
+__device__ __forceinline__ float value_of(std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); }
+
 // Sortable key, 0 for an expert that is no candidate: a finite logit with a finite score + bias. bias NaN: masked.
 __device__ __forceinline__ std::uint32_t exact_key(int score, float x, float bias) {
   const float key = scalar::add(selection_score(score, x), bias);
@@ -109,10 +112,7 @@ __device__ __forceinline__ float warp_sum(float v) {
   for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(ptx::kFullWarp, v, step);
   return v;
 }
-__device__ __forceinline__ float warp_max(float v) {
-  const std::uint32_t u = ptx::redux_max(scalar::order_key(v));
-  return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu));
-}
+__device__ __forceinline__ float warp_max(float v) { return value_of(ptx::redux_max(scalar::order_key(v))); }
 
 // One lane a row: what the row's weights were made with; 0 where they were not made as score * factor.
 __device__ __forceinline__ void store_factor(const RouterRows& rows, float* factors, int t, float factor) {

@@ -50,8 +50,7 @@ __device__ std::uint64_t group_composite(const RouterForwardParams& p, const std
       if (c < last && c > best && (c >> 32) != 0) best = c;
     }
     if (best == 0) break;
-    const auto u = static_cast<std::uint32_t>(best >> 32);
-    const float key = __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu));
+    const float key = value_of(static_cast<std::uint32_t>(best >> 32));
     score = count == 0 ? key : scalar::add(score, key);
     last = best;
     ++count;

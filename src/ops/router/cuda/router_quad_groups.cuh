@@ -11,7 +11,6 @@ namespace waybill::cuda {
 template <class T>
 __device__ __noinline__ unsigned exact_kept_groups(const RouterForwardParams& p, const T* row, const float* bias_smem) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const auto value_of = [](std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); };
   std::uint32_t key[8];
 #pragma unroll
   for (int g = 0; g < 8; ++g) {  // groups are only allowed with softmax and sigmoid scores here
@@ -73,7 +72,6 @@ __device__ __forceinline__ GroupBest best_of_group(const float (&f)[8][4]) {
 template <class T>
 __device__ __forceinline__ bool comes_first(const RouterForwardParams& p, const T* row, const float* bias_smem, int in, int out, bool& sure) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const auto value_of = [](std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); };
   std::uint32_t order[2];
   sure = true;
 #pragma unroll

@@ -130,7 +130,6 @@ __device__ __forceinline__ float group_threshold(const float (&group_max)[kGroup
     if (count < K) return -3.402823466e38f;
     low_key = ptx::redux_min(smallest);
   }
-  const auto value_of = [](std::uint32_t u) { return __uint_as_float(u ^ ((u >> 31) != 0 ? 0x80000000u : 0xffffffffu)); };
   float low = value_of(low_key), high = value_of(high_key);
   const int enough = K + (K < 16 ? K / 2 : 4);
   for (int round = 0; round < 24; ++round) {
