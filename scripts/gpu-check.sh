@@ -227,8 +227,8 @@ area_bindings() {
     fi
   done
 }
-# The bindings between processes, a GPU each.
-if [ "$num_gpus" -gt 1 ] && [ -n "${WAYBILL_LIBRARY:-}" ] && [ -n "${WAYBILL_JAX_LIBRARY:-}" ] && [[ ,$areas, == *,bindings,* ]]; then
+# The bindings between processes: a GPU each, or two nodes on one.
+if [ -n "${WAYBILL_LIBRARY:-}" ] && [ -n "${WAYBILL_JAX_LIBRARY:-}" ] && [[ ,$areas, == *,bindings,* ]]; then
   start "bindings, 2 processes" env PYTHONPATH="$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH}" timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider bindings/tests/cuda/ep_cuda_test.py
   collect
 fi

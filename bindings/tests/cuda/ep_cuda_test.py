@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism of the bindings, one process a GPU: torchrun and jax.distributed."""
+"""Expert parallelism of the bindings under torchrun and jax.distributed: one process a GPU, or (nodes = 2) two on one GPU that NCCL takes for two machines."""
 
 import importlib.util
 import os
@@ -53,11 +53,12 @@ def test_torchrun(nodes):
     assert all(f"rank {rank}: passed" in run.stdout for rank in range(P)), run.stdout + run.stderr[-6000:]
 
 
-def test_jax_distributed():
-    needs("jax")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_jax_distributed(nodes):
+    needs("jax", P if nodes == 1 else 1)
     port = free_port()
     workers = [subprocess.Popen([sys.executable, HERE / "jax_ep_worker.py", str(index), str(P), str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                text=True, env=environment()) for index in range(P)]  # fmt: skip
+                                text=True, env={**environment(), "PLAY_NODES": str(nodes - 1)}) for index in range(P)]  # fmt: skip
     try:
         texts = [worker.communicate(timeout=150)[0] for worker in workers]
     finally:

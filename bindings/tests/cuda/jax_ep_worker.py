@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jax_ep_worker.py PROCESS PROCESSES PORT: moe_block over an axis of one process a GPU against the block with all experts on this GPU. Prints "process N: passed"."""
+"""jax_ep_worker.py PROCESS PROCESSES PORT: moe_block over an axis of one process a GPU against the block with all experts on this GPU. Prints "process N: passed".
+
+With PLAY_NODES=1 every process is a node of its own, as NCCL sees it, and all take GPU 0: rows go over sockets."""
 
 import os
 import sys
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 index, P, port = (int(argument) for argument in sys.argv[1:4])
+PLAY_NODES = os.environ.get("PLAY_NODES") == "1"
+if PLAY_NODES:
+    os.environ.update(NCCL_HOSTID=f"node {index}", NCCL_SOCKET_IFNAME="lo")
 
 import jax  # noqa: E402
 
-jax.distributed.initialize(f"127.0.0.1:{port}", P, index, local_device_ids=[index])
+jax.distributed.initialize(f"127.0.0.1:{port}", P, index, local_device_ids=[0 if PLAY_NODES else index])
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -17,7 +22,8 @@ import waybill.jax as wbj  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as Spec  # noqa: E402
 
-CONFIG = wbj.MoeConfig(H=64, F=48, router=wbj.RouterConfig(E=8, K=3, aux_coefficient=0.05, z_coefficient=0.01), recipe="bf16", shared_F=40)
+CONFIG = wbj.MoeConfig(H=64, F=48, router=wbj.RouterConfig(E=8, K=3, aux_coefficient=0.05, z_coefficient=0.01), recipe="bf16", shared_F=40,
+                       hierarchy="two_level" if PLAY_NODES else "flat")  # fmt: skip
 T = 120
 
 
@@ -102,7 +108,8 @@ def main():
         wanted = want_p[name][index * L : (index + 1) * L] if specs[name] != Spec() else want_p[name]
         error = relative(gradient.addressable_shards[0].data, wanted)
         assert error < 1e-2, (name, error)
-    routes(mesh, put)
+    if not PLAY_NODES:  # these ops need one NVLink domain
+        routes(mesh, put)
     print(f"process {index}: passed", flush=True)
     os._exit(0)
 
