@@ -4,6 +4,7 @@
 time of each op.
 
   python3 bench/peers/gpu_bindings.py jax|torch [--cpp GEMM.jsonl] [--shape L,ROWS,N,C] [--load W0] [--json FILE] [--only TEXT] [--rate-only | --host-only]
+      [--cores N]
 
 Rate: bf16, even groups or those of a load (W0 to W9, loads.py), random normal data; a sample of each result is compared with sums in float64 before
 anything is timed. JAX has no events of its own: one call and eleven calls of a jitted program are timed, each on an idle device, and the tenth part
@@ -14,6 +15,7 @@ lowers it to; it is timed over two calls. XLA_FLAGS chooses its other lowerings:
 
 Host time: medians of 1,000 calls with small operands. "call": until it returns. "empty": a program (JAX) or custom op (PyTorch) with the same arguments and
 results that computes nothing of ours. "C": the same C functions through ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
+--cores: the process stays on so many of the cores on which a loop runs fastest (0: on all). PyTorch's block: torch_host.py.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import json
 import statistics
 import time
 
+import cores
 import loads
 
 SHAPE = (32, 1024, 4096, 7168)  # groups, rows a group, N, C
@@ -309,7 +312,10 @@ def main():
     parser.add_argument("--only", default="", help="rates and, in JAX, host times of the calls with this in their name")
     parser.add_argument("--rate-only", action="store_true")
     parser.add_argument("--host-only", action="store_true")
+    parser.add_argument("--cores", type=int, default=0)
     args = parser.parse_args()
+    chosen, best, worst = cores.take_quiet(args.cores)
+    print(f"cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
     need_gpu(args.framework, parser)
     record = {"framework": args.framework, "shape": args.shape, "load": args.load}
     if not args.host_only:

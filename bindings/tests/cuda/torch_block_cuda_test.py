@@ -9,6 +9,7 @@ from conftest import reference as load_reference
 torch = pytest.importorskip("torch")
 wbt = pytest.importorskip("waybill.torch")
 from waybill._library import has_cuda  # noqa: E402
+from waybill.torch import _fast  # noqa: E402
 
 pytestmark = [pytest.mark.skipif(not has_cuda(), reason="libwaybill.so was built without CUDA"),
               pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device")]  # fmt: skip
@@ -202,6 +203,19 @@ def test_float32_arrays_take_the_plain_path_too():
         plain = [gradients(block, x, d_out) for _ in range(2)]
         assert len(block._cuda_calls) == 1 and equal(*plain)
         assert equal(gradients(torch.compile(block, backend="aot_eager", fullgraph=True), x, d_out), plain[0])
+
+
+@pytest.mark.parametrize("name", ["plain", "sigmoid_bias", "shared", "expert_bias"])
+def test_the_builtin_functions_have_the_bits_of_ctypes(name, monkeypatch):
+    if not _fast.available():
+        pytest.skip("no libwaybill_torch.so, or this PyTorch has no table of C functions for its tensors")
+    block, x, d_out = make(CONFIGS[name]), rows(2, 30, 64), rows(2, 30, 64)
+    block.loss_scale = 0.5
+    want = gradients(block, x, d_out)
+    assert next(iter(block._cuda_calls.values())).fast is not None or name == "expert_bias"
+    monkeypatch.setattr(_fast, "_load", lambda: None)
+    block._cuda_calls, block._last_calls = {}, None
+    assert equal(gradients(block, x, d_out), want) and next(iter(block._cuda_calls.values())).fast is None
 
 
 def test_checkpointing_and_offload_keep_the_bits():

@@ -21,6 +21,6 @@ from ._overflow import OverflowMonitor, keep_if_valid
 from ._quantize import dequantize_mx, quantize_mx
 from ._router import Routes, router
 
-__all__ = ["ROUTES", "SAVED", "MoeConfig", "MoeOutput", "OverflowMonitor", "Pending", "RouterConfig", "Routes", "Slots", "combine", "combine_done", "combine_start", "dequantize_mx",
-           "dispatch", "dispatch_done", "dispatch_start", "grouped_matmul",
-           "init_params", "keep_if_valid", "moe_block", "param_specs", "permute", "quantize_mx", "ragged_dot", "router", "unpermute"]  # fmt: skip
+__all__ = ["ROUTES", "SAVED", "MoeConfig", "MoeOutput", "OverflowMonitor", "Pending", "RouterConfig", "Routes", "Slots", "combine", "combine_done",
+           "combine_start", "dequantize_mx", "dispatch", "dispatch_done", "dispatch_start", "grouped_matmul", "init_params", "keep_if_valid", "moe_block",
+           "param_specs", "permute", "quantize_mx", "ragged_dot", "router", "unpermute"]  # fmt: skip

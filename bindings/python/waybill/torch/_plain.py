@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _cuda_getCurrentRawStream, _len_torch_dispatch_stack
+from torch._C import _cuda_getCurrentRawStream
 from torch.autograd.function import once_differentiable
 
 from .. import _abi
 from .._library import check, library
-from . import _device
+from . import _device, _fast
 
 _BF16 = torch.bfloat16
+_OTHER_LAYOUT = -1  # status of a backward whose d_out is not contiguous bfloat16
 
 
 def _data(owner: Any) -> Any:
@@ -28,27 +29,35 @@ def _data(owner: Any) -> Any:
 
 
 class Calls:
-    """The calls of a layer with an x and parameters like these. The lock keeps pointers and their call together."""
+    """The calls of a layer with an x and parameters like these.
+
+    accept(x, *parameters): whether all is as it was. forward(x, *parameters, out[, saved]) and
+    backward(x, saved, *parameters, d_out, dx, *gradients[, loss weights]) -> status; without saved it is an evaluation, gradients are those of the
+    parameters but router_bias. The functions of libwaybill_torch.so where it and PyTorch allow it, else those below, which cost some microseconds more.
+    """
 
     def __init__(self, layer: _device.Layer, names: tuple[str, ...], tensors: tuple[Tensor, ...], x: Tensor) -> None:
-        self.layer, self.device, self.lock, self.dtype = layer, layer.device, threading.Lock(), x.dtype
-        self.expected = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        taken = [_device.dtype_in(name) for name in names]
-        self._taken = taken if any(tensor.dtype is not dtype for tensor, dtype in zip(tensors, taken)) else None
+        self.layer, self.device, self.dtype, self.shape = layer, layer.device, x.dtype, x.shape
+        self._expected = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._taken = [_device.dtype_in(name) for name in names]
+        self._converts = x.dtype is not _BF16 or any(tensor.dtype is not dtype for tensor, dtype in zip(tensors, self._taken))
+        self.bytes = layer.bytes
+        self.trained = [name != "router_bias" for name in names]
+        self._wide_sums = [name in ("b1", "b2") and tensor.dtype is not torch.float32 for name, tensor in zip(names, tensors)]
+        self.simple = all(self.trained) and not any(self._wide_sums)  # each parameter has a gradient of its own kind
         T, kinds = x.numel() // layer.config.H, _device.ROW_DTYPES
         layer.check_rows(T)
-        self._bytes = layer.bytes
+        self._lock = threading.Lock()  # keeps pointers and their call together
         # Functions of their own without argument types: they get references and pointers made below, and a check of each costs half a microsecond.
         self._forward, self._backward = (library()[name] for name in ("wb_device_moe_forward", "wb_device_moe_backward"))
         self._factors, self._no_factors = c.c_void_p(), c.c_void_p()
         parameters, gradients = _abi.sized(_abi.MoeTensors), _abi.sized(_abi.MoeTensors)
         again = _abi.sized(_abi.MoeTensors)  # the backward's own: another thread than the forward's may run it
-        for name, tensor, dtype in zip(names, tensors, taken):
+        for name, tensor, dtype in zip(names, tensors, self._taken):
             for structs in (parameters, again):
                 setattr(structs, name, layer.array(kinds[dtype], *tensor.shape))
             if name != "router_bias":
                 setattr(gradients, name, layer.array(kinds[_device.gradient_dtype(name, tensor)], *tensor.shape))
-        self._narrow_sums = [name in ("b1", "b2") and tensor.dtype is not torch.float32 for name, tensor in zip(names, tensors)]
         rows = [layer.array(kinds[x.dtype if i == 3 else _BF16], T, layer.config.H) for i in range(4)]  # x of either direction, d_out, dx
         saved = layer.array(_abi.U8, layer.saved_bytes)
         trained, evaluated = (_abi.sized(_abi.DeviceMoeOutputs) for _ in range(2))
@@ -64,74 +73,74 @@ class Calls:
         self._back_stream = ref(streams[1])
         self._weights = [_data(getattr(parameters, name)) for name in names]
         self._weights_again = [_data(getattr(again, name)) for name in names]
-        self._sums = [_data(getattr(gradients, name)) if name != "router_bias" else None for name in names]
+        self._sums = [_data(getattr(gradients, name)) for name in names if name != "router_bias"]
         self._x, self._x_again, self._d_out, self._dx = (_data(row) for row in rows)
         self._out, self._out_alone, self._to, self._from = _data(trained.out), _data(evaluated.out), _data(trained.saved), _data(saved)
+        self.fast = None
+        if not self._converts:
+            self.fast = _fast.bind(layer, self._forward, self._backward, names, parameters, gradients, rows, saved, trained, evaluated, options,
+                                   streams[0], x.shape)  # fmt: skip
+        if self.fast is not None:
+            self.accept, self.forward, self.backward = self.fast.functions  # type: ignore[method-assign]
 
-    def accept(self, x: Tensor, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether nothing traces, transforms or wraps this call, and all is as it was."""
-        if (x.dtype is not self.dtype or type(x) is not Tensor or not x.is_contiguous() or x.data_ptr() % 16 or x.get_device() != self.device
-                or _are_functorch_transforms_active() or _len_torch_dispatch_stack()):  # fmt: skip
+    def accept(self, x: Tensor, *tensors: Tensor) -> Any:
+        if x.dtype is not self.dtype or x.shape != self.shape or not x.is_contiguous() or x.data_ptr() % 16 or x.get_device() != self.device:
             return False
-        for tensor, (shape, dtype) in zip(tensors, self.expected):
+        for tensor, (shape, dtype) in zip(tensors, self._expected):
             if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.get_device() != self.device:
                 return False
         return True
 
-    def forward(self, x: Tensor, tensors: tuple[Tensor, ...], out: Tensor, saved: Tensor | None) -> None:
-        if self.dtype is not _BF16:
-            x = x.to(_BF16)
-        if self._taken is not None:  # the copies live until the call is queued; the allocator orders memory by stream
-            tensors = tuple([tensor.to(dtype) for tensor, dtype in zip(tensors, self._taken)])
-        with self.lock:
+    def _narrow(self, x: Tensor, tensors: Any) -> tuple[Tensor, Any]:
+        """As the layer takes them; the copies live until the call is queued (the allocator orders memory by stream)."""
+        if self._converts:
+            return x.to(_BF16), [tensor.to(dtype) for tensor, dtype in zip(tensors, self._taken)]
+        return x, tensors
+
+    def forward(self, x: Tensor, *rest: Tensor) -> int:
+        count = len(self._weights)
+        x, tensors = self._narrow(x, rest[:count])
+        with self._lock:
             for target, tensor in zip(self._weights, tensors):
                 target.value = tensor.data_ptr()
             self._x.value, self._streams[0].value = x.data_ptr(), _cuda_getCurrentRawStream(self.device)
-            if saved is None:
-                self._out_alone.value = out.data_ptr()
-                status = self._forward(*self._evaluate)
-            else:
-                self._out.value, self._to.value = out.data_ptr(), saved.data_ptr()
-                status = self._forward(*self._train)
-        if status:
-            check(status)
+            if len(rest) == count + 1:
+                self._out_alone.value = rest[count].data_ptr()
+                return int(self._forward(*self._evaluate))
+            self._out.value, self._to.value = rest[count].data_ptr(), rest[count + 1].data_ptr()
+            return int(self._forward(*self._train))
 
-    def new_saved(self) -> Tensor:
-        return torch.empty_like(self._bytes)
-
-    def backward(self, d_out: Tensor, x: Tensor, saved: Tensor, tensors: list[Tensor], loss_scale: float) -> list[Tensor | None]:
-        """dx, then a gradient for each parameter (None for router_bias)."""
+    def backward(self, x: Tensor, saved: Tensor, *rest: Tensor) -> int:
+        count, sums = len(self._weights), len(self._sums)
+        d_out, dx = rest[count : count + 2]
         if d_out.dtype is not _BF16 or not d_out.is_contiguous():
-            d_out = d_out.to(_BF16).contiguous()
-        dx, new = torch.empty_like(x), torch.empty_like
-        results: list[Tensor | None] = [dx]
-        weights = tensors
-        if self.dtype is not _BF16:
-            x = x.to(_BF16)
-        if self._taken is not None:
-            weights = [tensor.to(dtype) for tensor, dtype in zip(tensors, self._taken)]
-        with self.lock:
-            for target, total, tensor, weight, narrow in zip(self._weights_again, self._sums, tensors, weights, self._narrow_sums):
-                target.value = weight.data_ptr()
-                if total is None:
-                    results.append(None)
-                    continue
-                gradient = new(tensor, dtype=torch.float32) if narrow else new(tensor)
-                total.value = gradient.data_ptr()
-                results.append(gradient)
+            return _OTHER_LAYOUT
+        x, tensors = self._narrow(x, rest[:count])
+        with self._lock:
+            for target, tensor in zip(self._weights_again, tensors):
+                target.value = tensor.data_ptr()
+            for target, tensor in zip(self._sums, rest[count + 2 :]):
+                target.value = tensor.data_ptr()
             self._x_again.value, self._d_out.value, self._dx.value, self._from.value = x.data_ptr(), d_out.data_ptr(), dx.data_ptr(), saved.data_ptr()
             self._streams[1].value = _cuda_getCurrentRawStream(self.device)
-            factors = self.layer.constant(loss_scale)
-            if factors is None:
-                status = self._backward(*self._both, self._no_factors, self._back_stream)
-            else:
-                self._factors.value = factors.data_ptr()
-                status = self._backward(*self._both, self._factors, self._back_stream)
-        if status:
-            check(status)
-        if True in self._narrow_sums:
-            results[1:] = [result if result is None else result.to(tensor.dtype) for result, tensor in zip(results[1:], tensors)]
-        return results
+            if len(rest) == count + 2 + sums:
+                return int(self._backward(*self._both, self._no_factors, self._back_stream))
+            self._factors.value = rest[-1].data_ptr()
+            return int(self._backward(*self._both, self._factors, self._back_stream))
+
+    def new_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What backward writes, in the order of the parameters."""
+        return [torch.empty_like(tensor, dtype=torch.float32 if wide else None)
+                for tensor, has, wide in zip(tensors, self.trained, self._wide_sums) if has]  # fmt: skip
+
+    def loss_weights(self, scale: float) -> tuple[Tensor, ...]:
+        weights = self.layer.constant(scale)
+        return () if weights is None else (weights,)
+
+    def spread(self, gradients: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
+        """One for each parameter, in its dtype."""
+        left = iter(gradients)
+        return [next(left).to(tensor.dtype) if has else None for tensor, has in zip(tensors, self.trained)]
 
 
 class Block(torch.autograd.Function):
@@ -139,8 +148,10 @@ class Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Calls, loss_scale: float, *tensors: Tensor) -> Tensor:
-        out, saved = torch.empty_like(x), calls.new_saved()
-        calls.forward(x, tensors, out, saved)
+        out, saved = torch.empty_like(x), torch.empty_like(calls.bytes)
+        status = calls.forward(x, *tensors, out, saved)
+        if status:
+            check(status)
         ctx.save_for_backward(x, saved, *tensors)
         ctx.rest = calls, loss_scale
         return out
@@ -153,8 +164,15 @@ class Block(torch.autograd.Function):
 def _backward(ctx: Any, d_out: Tensor) -> Any:
     x, saved, *tensors = ctx.saved_tensors
     calls, loss_scale = ctx.rest
-    dx, *gradients = calls.backward(d_out, x, saved, tensors, loss_scale)
-    return (dx, None, None, *gradients)
+    new = torch.empty_like
+    dx, gradients = new(x), [new(tensor) for tensor in tensors] if calls.simple else calls.new_gradients(tensors)
+    weights = () if loss_scale == 1.0 else calls.loss_weights(loss_scale)
+    status = calls.backward(x, saved, *tensors, d_out, dx, *gradients, *weights)
+    if status:
+        if status == _OTHER_LAYOUT:
+            status = calls.backward(x, saved, *tensors, d_out.to(_BF16).contiguous(), dx, *gradients, *weights)
+        check(status)
+    return (dx, None, None, *gradients) if calls.simple else (dx, None, None, *calls.spread(gradients, tensors))
 
 
 _backward_once = once_differentiable(_backward)  # a second derivative is refused when it is asked for
@@ -163,5 +181,7 @@ _backward_once = once_differentiable(_backward)  # a second derivative is refuse
 def evaluate(x: Tensor, calls: Calls, tensors: tuple[Tensor, ...]) -> Tensor:
     """The forward alone: nothing is saved, no loss is computed."""
     out = torch.empty_like(x)
-    calls.forward(x, tensors, out, None)
+    status = calls.forward(x, *tensors, out)
+    if status:
+        check(status)
     return out

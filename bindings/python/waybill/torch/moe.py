@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from .. import group
 from ..config import MoeConfig
@@ -133,9 +135,11 @@ class MoE(nn.Module):
             self.latent_down = nn.Parameter(torch.empty(config.latent, config.H, device=device, dtype=dtype))
             self.latent_up = nn.Parameter(torch.empty(config.H, config.latent, device=device, dtype=dtype))
         self.loss_scale = 1.0
+        self._has_three = not (config.shared_F or config.latent or config.router_bias or config.expert_bias)  # parameters: gate, w1, w2
         self._layer: _block.Layer | None = None
         self._cuda_layers: dict[tuple[int, int], int] = {}  # (T_max, device) -> number of the layer on that GPU
         self._cuda_calls: dict[torch.Size, _plain.Calls] = {}  # by shape of x
+        self._last_calls: _plain.Calls | None = None  # of them, the one used last
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -150,7 +154,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self._ep is not None:
             raise TypeError("an MoE block of a group of ranks cannot be copied or pickled: its fabric belongs to this thread; save its state_dict()")
-        return {**self.__dict__, "_layer": None, "_cuda_layers": {}, "_cuda_calls": {}}
+        return {**self.__dict__, "_layer": None, "_cuda_layers": {}, "_cuda_calls": {}, "_last_calls": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         import copy
@@ -166,10 +170,6 @@ class MoE(nn.Module):
         return self._layer.number
 
     def _tensors(self) -> dict[str, Tensor]:
-        modules = self._modules  # its attributes by themselves cost a microsecond each
-        if len(modules) == 2 and len(self._parameters) == 0 and not self.config.router_bias and not self.config.expert_bias:
-            experts = modules["experts"]._parameters
-            return {"gate": modules["gate"]._parameters["weight"], "w1": experts["gate_up_proj"], "w2": experts["down_proj"]}
         experts, shared = self.experts, getattr(self, "shared_experts", None)
         named = {"gate": self.gate.weight, "router_bias": getattr(self.gate, "e_score_correction_bias", None), "w1": experts.gate_up_proj,
                  "w2": experts.down_proj, "b1": getattr(experts, "gate_up_proj_bias", None), "b2": getattr(experts, "down_proj_bias", None),
@@ -182,14 +182,14 @@ class MoE(nn.Module):
         """x [..., H] float32 or bfloat16; padding_mask [...] bool or uint8, True = padding (its routed part is 0). rounding_seed: for recipes
         with random numbers, one a layer, step and micro-batch, the same on every rank; a tensor does not recompile, and on a GPU is read when the
         kernels run, so that replays of a graph draw anew (give it on x's device). Returns out, or (out, MoEStats)."""
+        if not is_compiling() and self._cuda_calls and padding_mask is None and rounding_seed is None and not return_stats:
+            out = self._plain_cuda(x)
+            if out is not None:
+                return out
         tensors = self._tensors()
         if x.is_cuda:
-            if not return_stats and padding_mask is None and rounding_seed is None and not torch.compiler.is_compiling():
-                out = self._plain_cuda(x, tuple(tensors.values()))
-                if out is not None:
-                    return out
             return self._forward_cuda(x, tensors, padding_mask, rounding_seed, return_stats)
-        if not return_stats and not torch.compiler.is_compiling() and self._layer is not None and x.dim() == 2 and x.shape[1] == self.config.H:
+        if not return_stats and not is_compiling() and self._layer is not None and x.dim() == 2 and x.shape[1] == self.config.H:
             out = self._eager(x, tensors, padding_mask, rounding_seed)
             if out is not None:
                 return out
@@ -228,11 +228,11 @@ class MoE(nn.Module):
             number = self._create_cuda(T, device)
         given = tuple(tensors.values())
         save = torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in given))
-        if not torch.compiler.is_compiling() and type(x) is Tensor:  # for the calls after this one
+        if not is_compiling() and type(x) is Tensor:  # for the calls after this one
             if len(self._cuda_calls) >= 64:
                 self._cuda_calls.clear()
             self._cuda_calls[x.shape] = _plain.Calls(_device._layer(number), names, given, x)
-            out = self._plain_cuda(x, given) if not return_stats and padding_mask is None and seed is None else None
+            out = self._plain_cuda(x) if not return_stats and padding_mask is None and seed is None else None
             if out is not None:
                 return out
         if padding_mask is not None:
@@ -248,11 +248,22 @@ class MoE(nn.Module):
             out = _AttachLoss.apply(out, losses.sum(), self.loss_scale)
         return out.view(x.shape)
 
-    def _plain_cuda(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Tensor | None:
-        """One autograd node and two calls of the library; None where the custom op must take the call."""
-        calls = self._cuda_calls.get(x.shape)
-        if calls is None or not calls.accept(x, tensors):
+    def _plain_cuda(self, x: Tensor) -> Tensor | None:
+        """One autograd node and two calls of the library; None where the custom op must take the call. Every line here is host time of a step."""
+        try:
+            modules = self._modules if self._has_three else {}  # attributes of a module cost a microsecond each
+            experts = modules["experts"]._parameters
+            tensors: tuple[Any, ...] = (modules["gate"]._parameters["weight"], experts["gate_up_proj"], experts["down_proj"])
+        except KeyError:  # others, or of another kind (torch.nn.utils.parametrize)
+            tensors = tuple(self._tensors().values())
+        if type(x) is not Tensor or _are_functorch_transforms_active() or _len_torch_dispatch_stack():
             return None
+        calls = self._last_calls
+        if calls is None or not calls.accept(x, *tensors):
+            calls = self._cuda_calls.get(x.shape)
+            if calls is None or not calls.accept(x, *tensors):
+                return None
+            self._last_calls = calls
         if torch.is_grad_enabled() and (x.requires_grad or any([tensor.requires_grad for tensor in tensors])):
             return _plain.Block.apply(x, calls, self.loss_scale if self.training else 0.0, *tensors)
         return _plain.evaluate(x, calls, tensors)
