@@ -120,7 +120,8 @@ def test_ops_on_one_device_make_the_block(wrap, alignment):
     assert_trees_close(got, objective(lambda x, params: reference.block(x, params, CONFIG))(x, params), 1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"receive_factor": 3.0}, {"alignment": 4}], ids=["worst_case", "budget", "aligned"])
+@pytest.mark.parametrize("options", [{}, {"receive_factor": 3.0}, {"alignment": 4}, {"hierarchy": "two_level"}],
+                         ids=["worst_case", "budget", "aligned", "two_level"])  # fmt: skip
 def test_dispatch_and_combine_over_an_axis(options):
     x, params = normal(9, 32, 8), wbj.init_params(jax.random.key(1), CONFIG)
     mesh = jax.make_mesh((4,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -191,6 +192,8 @@ def test_refusals_name_what_is_wrong():
         wbj.quantize_mx(jnp.zeros((2, 33)))
     with pytest.raises(ValueError, match="y has 3 slots, the budget of these arguments is 4"):
         wbj.combine(jnp.zeros((3, 8)), jnp.zeros((2, 2), jnp.int16), jnp.zeros((2, 2)), E=4)
+    with pytest.raises(ValueError, match="hierarchy"):
+        wbj.dispatch(jnp.zeros((2, 8)), jnp.zeros((2, 2), jnp.int16), jnp.zeros((2, 2)), E=4, hierarchy="both")
     mesh = jax.make_mesh((4,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match="E = 6 experts cannot be spread evenly over the 4 devices of axis 'ep'"):
         jax.shard_map(lambda x, i, w: wbj.dispatch(x, i, w, E=6, axis_name="ep").rows, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(

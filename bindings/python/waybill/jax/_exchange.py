@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .. import _abi, _device
 from .._library import check, library
-from ..config import WIRES, choice
+from ..config import HIERARCHIES, WIRES, choice
 from . import _device_block, _ffi
 
 
@@ -36,6 +36,7 @@ class _Setup(NamedTuple):
     receive_factor: float
     alignment: int
     combine_wire: str
+    hierarchy: str
     on_gpu: bool = False
 
     @property
@@ -47,6 +48,7 @@ class _Setup(NamedTuple):
         check(library().wb_exchange_config_init(c.byref(config), c.sizeof(config)))
         config.H, config.E, config.K, config.T_max, config.alignment = self.H, self.E, self.K, self.T, self.alignment
         config.receive_factor, config.mode, config.combine_wire = self.receive_factor, 1, choice(self.combine_wire, WIRES, "combine_wire")
+        config.hierarchy = choice(self.hierarchy, HIERARCHIES, "hierarchy")
         return config
 
     def attributes(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _setup(ids: jax.Array, weights: jax.Array, E: int, H: int, axis_name: str | None, receive_factor: float, alignment: int, combine_wire: str,
-           on_gpu: bool) -> _Setup:  # fmt: skip
+           hierarchy: str, on_gpu: bool) -> _Setup:  # fmt: skip
     _ffi.check(ids, "ids", [jnp.int16, jnp.int32], ["T", "K"], on_gpu=on_gpu)
     _ffi.check(weights, "weights", [jnp.float32], ids.shape, on_gpu=on_gpu)
     P = _ffi.axis_size(axis_name)
@@ -111,21 +113,22 @@ def _setup(ids: jax.Array, weights: jax.Array, E: int, H: int, axis_name: str | 
         raise ValueError(f"E = {E} experts cannot be spread evenly over the {P} devices of axis {axis_name!r}")
     if alignment < 1 or not 0 <= receive_factor < math.inf:
         raise ValueError(f"alignment = {alignment} must be positive, receive_factor = {receive_factor} finite and not negative")
-    return _Setup(E, ids.shape[1], ids.shape[0], H, P, axis_name, float(receive_factor), alignment, combine_wire, on_gpu)
+    choice(hierarchy, HIERARCHIES, "hierarchy")
+    return _Setup(E, ids.shape[1], ids.shape[0], H, P, axis_name, float(receive_factor), alignment, combine_wire, hierarchy, on_gpu)
 
 
 def prepare_dispatch(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int, on_gpu: bool = False
+    x: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int, hierarchy: str, on_gpu: bool
 ) -> tuple[jax.Array, _Setup]:
     _ffi.check(x, "x", _ffi.FLOATS, [ids.shape[0], "H"], on_gpu=on_gpu)
-    setup = _setup(ids, weights, E, x.shape[1], axis_name, receive_factor, alignment, "float32", on_gpu)
+    setup = _setup(ids, weights, E, x.shape[1], axis_name, receive_factor, alignment, "float32", hierarchy, on_gpu)
     return _ffi.varying(x, axis_name), setup
 
 
 def prepare_combine(y: jax.Array, ids: jax.Array, weights: jax.Array, E: int, axis_name: str | None, receive_factor: float, alignment: int,
-                    combine_wire: str, on_gpu: bool = False) -> tuple[jax.Array, jax.Array, _Setup]:  # fmt: skip
+                    combine_wire: str, hierarchy: str, on_gpu: bool) -> tuple[jax.Array, jax.Array, _Setup]:  # fmt: skip
     _ffi.check(y, "y", _ffi.FLOATS, ["S_max", "H"], on_gpu=on_gpu)
-    setup = _setup(ids, weights, E, y.shape[1], axis_name, receive_factor, alignment, combine_wire, on_gpu)
+    setup = _setup(ids, weights, E, y.shape[1], axis_name, receive_factor, alignment, combine_wire, hierarchy, on_gpu)
     if y.shape[0] != setup.num_slots:
         raise ValueError(f"y has {y.shape[0]} slots, the budget of these arguments is {setup.num_slots}; give combine the arguments of dispatch")
     y, weights = _ffi.varying((y, weights), axis_name)
@@ -134,7 +137,7 @@ def prepare_combine(y: jax.Array, ids: jax.Array, weights: jax.Array, E: int, ax
 
 def dispatch(
     x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
-    platform: str | None = None,
+    hierarchy: str = "flat", platform: str | None = None,
 ) -> Slots:
     """Sends each token once to every device that holds one of its experts, and lines the rows up by expert there. Collective over the axis.
 
@@ -142,18 +145,20 @@ def dispatch(
     slot budget S_max = ceil(f * T * K), as ragged_buffer_factor elsewhere; 0 = worst case P * T * min(K, E / P). An overflow never drops
     rows silently: Slots.valid is 0 on every device. Differentiable in x. Backward plans again from the routes; nothing else is kept. On a GPU: H a
     multiple of 8, ids int16 (int32 above 32,768 experts), one process a GPU, the axis in the order of the processes; platform: see moe_block.
+    hierarchy: "flat", or "two_level"/"auto" for an axis over several nodes.
     """
-    x, setup = prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, _device_block.platform(x, platform) == "cuda")
+    x, setup = prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, hierarchy, _device_block.platform(x, platform) == "cuda")
     return _dispatch(x, ids, jax.lax.stop_gradient(weights), setup)
 
 
 def combine(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
-            combine_wire: str = "float32", platform: str | None = None) -> jax.Array:  # fmt: skip
+            combine_wire: str = "float32", hierarchy: str = "flat", platform: str | None = None) -> jax.Array:  # fmt: skip
     """y [S_max, H] of the experts -> out [T, H] float32: slots times their weights in order k, then devices in order. Collective.
 
     The other arguments must be those of `dispatch`. Differentiable in y and weights.
     """
-    y, weights, setup = prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire, _device_block.platform(y, platform) == "cuda")
+    y, weights, setup = prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire, hierarchy,
+                                        _device_block.platform(y, platform) == "cuda")  # fmt: skip
     return _combine(y, ids, weights, setup)
 
 

@@ -47,14 +47,15 @@ def _done(op: str, results: Any, place: jax.Array, operands: tuple[jax.Array, ..
 
 def dispatch_start(
     x: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
-    platform: str | None = None,
+    hierarchy: str = "flat", platform: str | None = None,
 ) -> Pending:
     """Begins `dispatch` with the same arguments: x is copied, and travels on a thread of its own. Collective over the axis.
 
     On a GPU it travels on a stream of its own, one call at a time: a second start before the first one's done leaves both to their dones, without overlap.
     Other calls of Waybill wait for it where they are not recorded in a command buffer; XLA's own collectives do not know of it.
     """
-    x, setup = _exchange.prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, _device_block.platform(x, platform) == "cuda")
+    on_gpu = _device_block.platform(x, platform) == "cuda"
+    x, setup = _exchange.prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, hierarchy, on_gpu)
     return _start("dispatch", x, ids, jax.lax.stop_gradient(weights), setup)
 
 
@@ -64,10 +65,10 @@ def dispatch_done(pending: Pending) -> Slots:
 
 
 def combine_start(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, axis_name: str | None = None, receive_factor: float = 0.0, alignment: int = 1,
-                  combine_wire: str = "float32", platform: str | None = None) -> Pending:  # fmt: skip
+                  combine_wire: str = "float32", hierarchy: str = "flat", platform: str | None = None) -> Pending:  # fmt: skip
     """Begins `combine` with the same arguments. See dispatch_start."""
-    y, weights, setup = _exchange.prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire,
-                                                  _device_block.platform(y, platform) == "cuda")  # fmt: skip
+    on_gpu = _device_block.platform(y, platform) == "cuda"
+    y, weights, setup = _exchange.prepare_combine(y, ids, weights, E, axis_name, receive_factor, alignment, combine_wire, hierarchy, on_gpu)
     return _start("combine", y, ids, weights, setup)
 
 
