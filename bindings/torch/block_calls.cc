@@ -25,8 +25,8 @@ struct Plan {
   std::int32_t fields[kMaxParameters];   // of wb_moe_tensors, in the order of the parameters
   std::int32_t trained[kMaxParameters];  // whether it has a gradient
   std::int64_t x_shape[kMaxRank];
-  wb_moe_tensors parameters, gradients;     // all but the pointers
-  wb_tensor x, d_out, dx, saved;            // as [T, H]
+  wb_moe_tensors parameters, gradients;  // all but the pointers
+  wb_tensor x, d_out, dx, saved;         // as [T, H]
   wb_device_moe_outputs training, evaluation;
   wb_moe_forward_options options, evaluation_options;
   wb_stream stream;
@@ -166,8 +166,7 @@ PyObject* backward(PyObject* self, PyObject* const* arguments, std::intptr_t cou
   }
   const auto* const loss_weights = static_cast<const float*>(count > least ? given.pointer() : nullptr);
   if (!given.ok() || !current_stream(plan, stream)) return nullptr;
-  return without_lock(
-      [&] { return plan.backward(plan.layer, &parameters, &gradients, &x, &d_out, &dx, &plan.options, &saved, loss_weights, &stream); });
+  return without_lock([&] { return plan.backward(plan.layer, &parameters, &gradients, &x, &d_out, &dx, &plan.options, &saved, loss_weights, &stream); });
 }
 
 }  // namespace
