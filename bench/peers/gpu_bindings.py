@@ -14,7 +14,8 @@ lowers it to; it is timed over two calls. XLA_FLAGS chooses its other lowerings:
 --xla_gpu_experimental_use_ragged_dot_grouped_gemm=true.
 
 Host time: medians of 1,000 calls with small operands. "call": until it returns. "empty": a program (JAX) or custom op (PyTorch) with the same arguments and
-results that computes nothing of ours. "C": the same C functions through ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
+results that computes nothing of ours; in JAX both take turns. "library": the time inside the block's C functions, in place. "C": C functions through
+ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
 --cores: the process stays on so many of the cores on which a loop runs fastest (0: on all). PyTorch's block: torch_host.py.
 """
 
@@ -137,42 +138,30 @@ def jax_rates(shape, load, cpp, only):
     return result
 
 
-def block_library(config, rows, params):
-    """The block's C functions through ctypes on the default stream, with the same arrays."""
-    import ctypes as c
+def turns(calls, wait, nanoseconds, count=1000, every=10):
+    """calls {"call", "empty"} take turns. Medians: each, "library" (the time in the block's C functions, in place), and "added" = call - library - empty."""
+    times, inside = {name: [] for name in calls}, []
+    for number in range(count + 100):
+        for name, call in calls.items():
+            before = nanoseconds.value
+            begin = time.perf_counter()
+            call()
+            spent = time.perf_counter() - begin
+            if number >= 100:
+                times[name].append(spent)
+                if name == "call":
+                    inside.append((nanoseconds.value - before) * 1e-9)
+        if number % every == every - 1:
+            wait()
+    us = {name: median_us(values) for name, values in times.items()}
+    without = median_us([spent - library for spent, library in zip(times["call"], inside)])
+    return us | {"library": median_us(inside), "added": without - us["empty"]}
 
+
+def jax_host(only="", rounds=2):
     import jax
     import jax.numpy as jnp
-    from waybill import _abi, _core, _device
-    from waybill._library import check, library
-    from waybill._tensor import make
-
-    def see(array):
-        kinds = {"bfloat16": _abi.BF16, "float32": _abi.F32, "uint8": _abi.U8}
-        return make(array.unsafe_buffer_pointer(), kinds[array.dtype.name], array.shape, array, 0)
-
-    lib, layer = library(), _device.Layer(_device.settings(config, len(rows)), 0)
-    grads = {name: jnp.zeros_like(value, jnp.float32 if name == "gate" else value.dtype) for name, value in params.items()}
-    out, dx, saved = jnp.zeros_like(rows), jnp.zeros_like(rows), jnp.zeros(layer.saved_bytes, jnp.uint8)
-    jax.block_until_ready((grads, out, dx, saved))
-    weights, sums = (_core.moe_tensors({name: see(value) for name, value in tree.items()}) for tree in (params, grads))
-    outputs = _abi.DeviceMoeOutputs(struct_size=c.sizeof(_abi.DeviceMoeOutputs), out=see(out).struct, saved=see(saved).struct)
-    x, d_out, gradient, kept, stream = (c.byref(value) for value in (see(rows).struct, see(out).struct, see(dx).struct, see(saved).struct, _core.cuda_stream(0, 0)))
-
-    def forward():
-        check(lib.wb_device_moe_forward(layer.handle, c.byref(weights), x, None, c.byref(outputs), stream))
-
-    def both():
-        forward()
-        check(lib.wb_device_moe_backward(layer.handle, c.byref(weights), c.byref(sums), x, d_out, gradient, None, kept, None, stream))
-
-    wait = lambda: layer.status(0)  # noqa: E731
-    return {f"C: block {name}": {"call": clock(call, wait=wait)} for name, call in (("forward", forward), ("forward + backward", both))}
-
-
-def jax_host(only=""):
-    import jax
-    import jax.numpy as jnp
+    import timed_library
     import waybill.jax as wbj
 
     config = wbj.RouterConfig(E=64, K=4)
@@ -187,9 +176,11 @@ def jax_host(only=""):
         "grouped_matmul, 8 in a program": (lambda a, w, sizes: chain(wbj.ragged_dot, a, w, sizes), (a, w, sizes)),
         "quantize_mx": (wbj.quantize_mx, (x,)),
         "moe_block forward": (lambda x, params: wbj.moe_block(x, params, block)[0], (rows, params)),
-        "moe_block forward + backward": (lambda x, params: jax.grad(lambda x, params: wbj.moe_block(x, params, block)[0].astype(jnp.float32).sum(), argnums=(0, 1))(x, params),
-                                         (rows, params)),
-    }  # fmt: skip
+        "moe_block forward + backward": (lambda x, params: jax.grad(total, argnums=(0, 1))(x, params), (rows, params)),
+    }
+
+    def total(x, params):
+        return wbj.moe_block(x, params, block)[0].astype(jnp.float32).sum()
 
     def chain(dot, a, w, sizes):
         for _ in range(8):
@@ -197,27 +188,25 @@ def jax_host(only=""):
         return a
 
     ops = {name: op for name, op in ops.items() if only in name}
-    result = block_library(block, rows, params) if any("block" in name for name in ops) else {}
-    for name, us in result.items():
-        print(f"| {name} | {us['call']:.1f} | - | - | - | - |", flush=True)
+    nanoseconds, result = timed_library.in_jax(), {}
     for name, (op, operands) in ops.items():
         shapes = jax.eval_shape(op, *operands)
         # Depends on every argument, so that none is dropped, and makes every result.
         empty = lambda *operands, shapes=shapes: jax.tree.map(  # noqa: E731
             lambda leaf: jnp.full(leaf.shape, sum(jnp.ravel(o)[0].astype(jnp.float32) for o in jax.tree.leaves(operands))).astype(leaf.dtype), shapes
         )
-        one, none = jax.jit(op), jax.jit(empty)
-        us = {}
-        for kind, function in (("call", one), ("empty", none)):
-            holder = []
+        holder = {}
 
-            def call(function=function, holder=holder):
-                holder[:] = [function(*operands)]
+        def call_of(kind, function, operands=operands, holder=holder):
+            def call():
+                holder[kind] = function(*operands)
 
-            us[kind] = clock(call, wait=lambda holder=holder: jax.block_until_ready(holder))
-            us[kind + " finished"] = clock(lambda function=function: jax.block_until_ready(function(*operands)))
-        result[name] = us
-        print(f"| {name} | {us['call']:.1f} | {us['empty']:.1f} | {us['call'] - us['empty']:.1f} | {us['call finished']:.1f} | {us['empty finished']:.1f} |", flush=True)
+            return call
+
+        calls = {kind: call_of(kind, jax.jit(function)) for kind, function in (("call", op), ("empty", empty))}
+        result[name] = [turns(calls, lambda holder=holder: jax.block_until_ready(holder), nanoseconds) for _ in range(rounds)]
+        for us in result[name]:
+            print(f"| {name} | {us['call']:.1f} | {us['empty']:.1f} | {us['library']:.1f} | {us['added']:.1f} |", flush=True)
     return result
 
 
@@ -320,9 +309,10 @@ def main():
     record = {"framework": args.framework, "shape": args.shape, "load": args.load}
     if not args.host_only:
         print("{}x{} N{} C{} {} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape, args.load))
-        record["rate_us"] = {"jax": jax_rates, "torch": torch_rates}[args.framework](args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load), args.only)
+        rates = {"jax": jax_rates, "torch": torch_rates}[args.framework]
+        record["rate_us"] = rates(args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load), args.only)
     if not args.rate_only:
-        print("host time, us: | op | call | empty | added | call finished | empty finished |" if args.framework == "jax" else "host time, us: | op | call |")
+        print("host time, us: | op | call | empty | library | added |" if args.framework == "jax" else "host time, us: | op | call |")
         record["host_us"] = jax_host(args.only) if args.framework == "jax" else torch_host()
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

@@ -126,8 +126,12 @@ def main():
 
         put = lambda array: jax.make_array_from_process_local_data(NamedSharding(mesh, Spec("ep")), np.asarray(array))  # noqa: E731
         x, ids, weights, w = map(put, (x, ids, weights, w))
-        wrap = lambda f: jax.jit(jax.shard_map(lambda *arrays: jax.tree.map(lambda leaf: leaf.reshape(-1) if leaf.ndim == 0 else leaf, f(*arrays)), mesh=mesh,  # noqa: E731
-                                               in_specs=Spec("ep"), out_specs=Spec("ep")))  # fmt: skip
+
+        def wrap(function):
+            def local(*arrays):
+                return jax.tree.map(lambda leaf: leaf.reshape(-1) if leaf.ndim == 0 else leaf, function(*arrays))
+
+            return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=Spec("ep"), out_specs=Spec("ep")))
     else:
         wrap = jax.jit
         x, ids, weights, w = map(jax.numpy.asarray, (x, ids, weights, w))

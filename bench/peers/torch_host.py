@@ -2,23 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time that waybill.torch.MoE adds on a GPU: forward + backward in eager mode of a block of one token and 2 x 8 x 8 experts, and what it consists of.
 
-  python3 bench/peers/torch_host.py [--cores 4] [--rounds 3] [--json FILE]
+  python3 bench/peers/torch_host.py [--cores 4,1,0] [--rounds 3] [--json FILE]
 
 Medians of 1,000 calls a round, all kinds of calls taking turns; the device is waited for after every 10 turns.
-  whole            torch.autograd.grad(block(x), (x, *parameters), d_out)
+  builtin, ctypes  torch.autograd.grad(block(x), (x, *parameters), d_out), with the functions of libwaybill_torch.so and with the pointers set by ctypes
   library          of each such call, the time inside the C functions (kernels are queued there)
   empty node       an autograd.Function of as many inputs that copies x and returns d_out
   same node        one that saves and returns as many tensors as the block does and allocates them, and does nothing else
   allocations      the six allocations alone
-added = whole - library - empty node; of that, "same node - empty node" is PyTorch's own, the rest is the binding's.
+added = call - library - empty node; of that, "same node - empty node" is PyTorch's own, the rest is the binding's.
 "in this thread": the same with torch.autograd.set_multithreading_enabled(False), where backward runs in the calling thread.
 
---cores: the process stays on so many of the cores on which a loop runs fastest at the start (0: on all).
+--cores: the process stays on so many of the cores on which a loop runs fastest at the start (0: on all), one run for each number, in processes of their own.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import cores
@@ -52,27 +55,31 @@ def nodes(torch):
 
 
 def make_calls(torch):
+    import timed_library
     import waybill.torch as wbt
-    from waybill.torch import _fast
+    from waybill.torch import _fast, _plain
 
     new = lambda *dims: torch.nn.Parameter(torch.randn(*dims, device="cuda").bfloat16())  # noqa: E731
     parameters = tuple(new(*dims) for dims in PARAMETERS)
-    block = wbt.MoE(wbt.MoeConfig(H=8, F=8, router=wbt.RouterConfig(E=2, K=1), recipe="bf16"))
-    block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
     x, d_out = torch.randn(1, 8, device="cuda").bfloat16().requires_grad_(), torch.ones(1, 8, device="cuda").bfloat16()
-    block(x)
-    plain = block._cuda_calls[x.shape]
-    nanoseconds = _fast.timed(plain.fast) if plain.fast is not None else None
+    timed, nanoseconds = timed_library.functions()
+    _plain.library = lambda: timed
+    grad, wanted, blocks = torch.autograd.grad, (x, *parameters), {}
+    forms = ["builtin", "ctypes"] if _fast.available() else ["ctypes"]
+    for form in forms:
+        if form == "ctypes":
+            _fast._load = lambda: None
+        block = blocks[form] = wbt.MoE(wbt.MoeConfig(H=8, F=8, router=wbt.RouterConfig(E=2, K=1), recipe="bf16"))
+        block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
+        block(x)
+        room = block._cuda_calls[x.shape].bytes
     Nothing, Same = nodes(torch)
-    grad, room = torch.autograd.grad, plain.bytes
-    wanted = (x, *parameters)
-    calls = {
-        "whole": lambda: grad(block(x), wanted, d_out),
+    calls = {form: lambda block=block: grad(block(x), wanted, d_out) for form, block in blocks.items()} | {
         "empty node": lambda: grad(Nothing.apply(x, *parameters), x, d_out),
         "same node": lambda: grad(Same.apply(x, room, *parameters), wanted, d_out),
         "allocations": lambda: [torch.empty_like(t) for t in (x, room, *wanted)],
     }
-    step = lambda: grad(block(x), wanted, d_out)  # noqa: E731
+    step = calls[forms[0]]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -82,53 +89,48 @@ def make_calls(torch):
     with torch.cuda.graph(graph):
         for _ in range(10):
             step()
-    return calls, nanoseconds, graph, (block, wanted, d_out)
+    return calls, forms, nanoseconds, graph
 
 
-def measure(torch, calls, nanoseconds, count=1000):
+def measure(torch, calls, forms, nanoseconds, count=1000):
     times = {name: [] for name in calls}
-    times["library"], without = [], []
+    inside, without = ({form: [] for form in forms} for _ in range(2))
     for number in range(count + 100):
         for name, call in calls.items():
-            before = nanoseconds.value if nanoseconds is not None else 0
+            before = nanoseconds.value
             begin = time.perf_counter()
             call()
             spent = time.perf_counter() - begin
             if number < 100:
                 continue
             times[name].append(spent)
-            if name == "whole" and nanoseconds is not None:
-                inside = (nanoseconds.value - before) * 1e-9
-                times["library"].append(inside)
-                without.append(spent - inside)
+            if name in forms:
+                inside[name].append((nanoseconds.value - before) * 1e-9)
+                without[name].append(spent - inside[name][-1])
         if number % 10 == 9:
             torch.cuda.synchronize()
-    result = {name: statistics.median(values) * 1e6 for name, values in times.items() if values}
-    if without:
-        result["added"] = statistics.median(without) * 1e6 - result["empty node"]
-        result["the binding's"] = statistics.median(without) * 1e6 - result["same node"]
+    median = lambda values: statistics.median(values) * 1e6  # noqa: E731
+    result = {name: median(values) for name, values in times.items()}
+    for form in forms:
+        left = median(without[form])
+        result[f"{form}: library"] = median(inside[form])
+        result |= {f"{form}: added": left - result["empty node"], f"{form}: the binding's": left - result["same node"]}
     return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    chosen, best, worst = cores.take_quiet(args.cores)
+def run(number_of_cores, rounds):
+    chosen, best, worst = cores.take_quiet(number_of_cores)
     import torch
 
     if not torch.cuda.is_available():
-        parser.error(f"PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
-    calls, nanoseconds, graph, kept = make_calls(torch)
-    how = "builtin functions" if nanoseconds is not None else "ctypes (the library's time is not told apart)"
-    print(f"PyTorch {torch.__version__}, calls by {how}; cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
+        sys.exit(f"PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
+    calls, forms, nanoseconds, graph = make_calls(torch)
+    print(f"PyTorch {torch.__version__}; cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
     record = {"torch": torch.__version__, "cores": chosen, "loop_us": [best, worst], "rounds": []}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for where in ("", "in this thread"):
             with torch.autograd.set_multithreading_enabled(not where):
-                result = measure(torch, calls, nanoseconds)
+                result = measure(torch, calls, forms, nanoseconds)
             record["rounds"].append({"where": where, **result})
             print("| " + " | ".join([where or "default", *(f"{name} {us:.1f}" for name, us in result.items())]) + " |", flush=True)
     replays = []
@@ -138,10 +140,27 @@ def main():
         replays.append((time.perf_counter() - begin) * 1e6 / 10)
         torch.cuda.synchronize()
     record["replay_us"] = statistics.median(replays)
-    print(f"in a replayed graph of 10 calls: {record['replay_us']:.2f} us a call, the graph's launch included")
+    print(f"in a replayed graph of 10 calls: {record['replay_us']:.2f} us a call, the graph's launch included", flush=True)
+    return record
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cores", type=lambda text: [int(part) for part in text.split(",")], default=[4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if len(args.cores) == 1:
+        records = [run(args.cores[0], args.rounds)]
+    else:
+        records = []
+        for number in args.cores:
+            with tempfile.NamedTemporaryFile() as file:
+                subprocess.run([sys.executable, __file__, "--cores", str(number), "--rounds", str(args.rounds), "--json", file.name], check=True)
+                records += json.load(file)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+            json.dump(records, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,14 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def torch_library() -> str | None:
+    """Where libwaybill_torch.so is: $WAYBILL_TORCH_LIBRARY, the package's, or the one beside libwaybill.so; None where there is none."""
+    named = os.environ.get("WAYBILL_TORCH_LIBRARY")
+    folders = pathlib.Path(__file__).parent / "lib", pathlib.Path(library().waybill_path).parent
+    paths = [named] if named else [str(folder / "libwaybill_torch.so") for folder in folders]
+    return next((path for path in paths if os.path.exists(path)), None)
+
+
 @functools.cache
 def has_cuda() -> bool:
     """Whether the library has CUDA kernels. Says nothing about this machine."""

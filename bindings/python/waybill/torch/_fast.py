@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-import os
-import pathlib
 import sys
 from typing import Any
 
 import torch
 
 from .. import _abi
-from .._library import library
+from .._library import torch_library
 
 _NAME = b"waybill.plan"
 
@@ -63,16 +61,13 @@ def _load() -> tuple[c.CDLL, int] | None:
     table = _Exchange.from_address(address)
     if table.major != 1 or not table.tensor_from_object or not table.current_stream:
         return None
-    named = os.environ.get("WAYBILL_TORCH_LIBRARY")
-    paths = [named] if named else [str(folder / "libwaybill_torch.so") for folder in
-                                   (pathlib.Path(__file__).parent.parent / "lib", pathlib.Path(library().waybill_path).parent)]  # fmt: skip
-    for path in paths:
-        if os.path.exists(path):
-            lib = c.CDLL(path)
-            if c.c_uint64.in_dll(lib, "wbt_plan_size").value != c.sizeof(Plan):
-                raise ImportError(f"waybill: {path} is of another version than the Python package")
-            return lib, address
-    return None
+    found = torch_library()
+    if found is None:
+        return None
+    lib = c.CDLL(found)
+    if c.c_uint64.in_dll(lib, "wbt_plan_size").value != c.sizeof(Plan):
+        raise ImportError(f"waybill: {found} is of another version than the Python package")
+    return lib, address
 
 
 def available() -> bool:
@@ -107,14 +102,3 @@ def bind(layer: Any, forward: Any, backward: Any, names: tuple[str, ...], parame
     for axis, size in enumerate(x_shape):
         plan.x_shape[axis] = size
     return Bound(lib, plan)
-
-
-def timed(bound: Bound) -> Any:
-    """For benchmarks: from now on the time in the library's two functions is added to the result's `value`, nanoseconds."""
-    found = _load()
-    assert found is not None
-    lib, plan = found[0], bound.plan
-    for name in ("forward", "backward"):
-        c.c_void_p.in_dll(lib, f"wbt_{name}").value = getattr(plan, name)
-        setattr(plan, name, c.cast(getattr(lib, f"wbt_timed_{name}"), c.c_void_p).value)
-    return c.c_int64.in_dll(lib, "wbt_nanoseconds")
