@@ -2,16 +2,17 @@
 // The matched module benchmark: one MoE layer, forward and backward in bf16, by several designs on the same GPUs, parameters, rows and routes. Every stack's
 // results are compared before it is timed; one that differs is not timed, and the exit code is 1. Prints a table, writes records as JSON lines.
 //   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--recipe NAME,...] [--load natural|W0..W9|recorded:RUN/routes/STEP/LAYER,...] [--ablation]
-//   [--f32]
-//   [--iterations N] [--ranks P] [--factor F] [--combine-sms N,...]
+//   [--f32] [--wgrad-control]
+//   [--iterations N] [--ranks P] [--factor F] [--combine-sms N,...] [--column-blocks N,...]
 //                  [--shapes FILE] [--trace FILE]
 //     --stack     of sparse, beside, exact, exact-resend, exact-blocks, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from
 //     dense-map to sparse.
 //                 exact: the sparse layer in eager mode at exact sizes (one host wait); exact-resend: the same, rows of x are sent again in backward;
-//                 exact-blocks: and what has a row a slot and the width of a row is made in four blocks of columns
+//                 exact-blocks: and what has a row a slot and the width of a row is made in --column-blocks blocks of columns (4)
 //                 beside: the combine of dx beside the gradient of the first weights, on the SMs of --combine-sms (32 by default)
 //     --recipe    also the sparse stack under fp8, mxfp8 or nvfp4: weights quantised in every step, and once. Compared with bf16 to the recipe's bound
 //     --f32       also the sparse stack with weight gradients added to in f32
+//     --wgrad-control  also dW1 and dW2 by themselves, beside the same kernel with slices that add to the result in the order in which they come
 //     --ranks     2 by default: one on each of two GPUs, or virtual ranks of one
 //     --factor    receive_factor of sparse and dense-map, 1.25 by default; loads other than natural get what their hottest rank needs, and 5%
 //     --trace     phases of one step of the sparse stack as a Chrome trace (Perfetto), and captured steps beside the host calls that queued them

@@ -3,7 +3,7 @@
 """Times an expert-parallel MoE layer in PyTorch, forward + backward in bf16, one process a GPU over NCCL: what the module benchmark compares with.
 
   python3 bench/peers/torch_moe_ep.py OUT.jsonl [--shape NAME ...] [--variant grouped|compiled|loop ...] [--iterations 160] [--ranks 2]
-      [--load natural|W0 ...]
+      [--ranks-per-gpu 1] [--load natural|W0 ...]
 
 The layer: gate matmul, top-k, (token, expert) pairs sorted by expert, counts and then rows and weights by all_to_all_single (one host read of the
 counts), a second sort to local experts, gate/up, SwiGLU times the routing weight, down, all_to_all_single back, index_add. Weight gradients are bf16
@@ -14,7 +14,8 @@ Before anything is timed every variant's output and gradients are compared with 
 Routes are natural by default: x is normal, the rows of the gate have length 1, so that the logits of a token are normal with the same spread for every
 expert. --load W0 to W9 replays the routes that bench_cuda_moe replays (loads.py; the scores stay the gate's). A call is timed by two events behind a barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds
 the median over the iterations. TFLOP/s per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F. Memory: torch's peak
-less weights and their gradients. Shares: kernel time by name in one profiled call. Environment: NCCL_NVLS_ENABLE=0 is set.
+less weights and their gradients. --ranks-per-gpu N: a process has the tokens of N ranks (and its share of all experts), as a GPU
+with N virtual ranks has. Shares: kernel time by name in one profiled call. Environment: NCCL_NVLS_ENABLE=0 is set.
 """
 import argparse
 import json
@@ -212,19 +213,20 @@ def shares(layer, x, d_out):
     return {kind: round(us / total, 4) for kind, us in sums.items()} if total > 0 else {}, total
 
 
-def routes_of(load, T, K, E, device):
-    """This rank's ids of the load, and the tokens of all ranks."""
-    P, rank = dist.get_world_size(), dist.get_rank()
+def routes_of(load, T, K, E, per_gpu, device):
+    """This process's ids of the load, those of `per_gpu` ranks of T tokens, and the tokens of all ranks."""
+    P, rank = dist.get_world_size() * per_gpu, dist.get_rank() * per_gpu
     ids, bounds = loads.routes(load, T * P, K, E, P)
-    return torch.tensor(ids[bounds[rank] : bounds[rank + 1]], device=device, dtype=torch.int64).view(-1, K), bounds[-1]
+    return torch.tensor(ids[bounds[rank] : bounds[rank + per_gpu]], device=device, dtype=torch.int64).view(-1, K), bounds[-1]
 
 
-def measure(shape, variant, experts, leaves, iterations, device, load="natural"):
+def measure(shape, variant, experts, leaves, iterations, device, per_gpu, load="natural"):
     T, H, inner, E, K = (shape[k] for k in ("T", "H", "F", "E", "K"))
-    case, ids, tokens = f"{shape['name']} T{T} H{H} F{inner} E{E} K{K}", None, T * dist.get_world_size()
+    case, ids, tokens = f"{shape['name']} T{T} H{H} F{inner} E{E} K{K}", None, T * per_gpu * dist.get_world_size()
     if load != "natural":
-        ids, tokens = routes_of(load, T, K, E, device)
-        T = len(ids)
+        ids, tokens = routes_of(load, T, K, E, per_gpu, device)
+    T = T * per_gpu if ids is None else len(ids)
+    evidence = "MoE module" if dist.get_world_size() > 1 else "MoE module, one process: nothing crosses a link"
     layer = Layer(T, H, inner, E, K, experts, leaves, 1, device, ids)
     own = generator(device, 50 + layer.rank)
     x = torch.randn(T, H, device=device, generator=own, dtype=BF16).requires_grad_()
@@ -254,7 +256,8 @@ def measure(shape, variant, experts, leaves, iterations, device, load="natural")
     median = statistics.median(times)
     return {
         "op": "moe fwd+bwd", "case": case, "variant": f"torch {variant}", "metric": "time", "unit": "us",
-        "value": round(median, 1), "spread": round(at(0.9) - at(0.1), 1), "floor": None, "target": None, "peers": {}, "evidence": "MoE module",
+        "value": round(median, 1), "spread": round(at(0.9) - at(0.1), 1), "floor": None, "target": None, "peers": {}, "evidence": evidence,
+        "ranks": per_gpu * dist.get_world_size(), "gpus": dist.get_world_size(),
         "checked": True, "p50": round(median, 1), "p99": round(at(0.99), 1), "iterations": iterations,
         "tflops": round(18 * tokens / dist.get_world_size() * K * H * inner / median * 1e-6, 1), "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2, "shares": share,
         "kernel_us": round(kernel_us, 1), "host_waits": 1, "graph": False, "load": load, "torch_version": torch.__version__,
@@ -312,7 +315,7 @@ def work(rank, args, shapes, port):
         for name in [v for v in args.variant if v in makers]:
             started = time.perf_counter()
             count = args.iterations if name != "loop" else max(3, args.iterations // (16 if shape["E"] <= 128 else 40))
-            record = measure(shape, name, *makers[name], count, device, load)
+            record = measure(shape, name, *makers[name], count, device, args.ranks_per_gpu, load)
             torch.cuda.empty_cache()
             say(f"{record['case']:<48} {record['variant']:<15} {load:<7} {record['value'] / 1e3:9.3f} ms  p90-p10 {record['spread'] / 1e3:7.3f}  "
                 f"{record['tflops']:6.1f} TFLOP/s/GPU  extra {record['peak_bytes'] / 2**30:5.2f} GiB  shares {record['shares']}  x{count}  ({time.perf_counter() - started:.0f} s)")  # fmt: skip
@@ -330,6 +333,7 @@ def main():
     parser.add_argument("--variant", nargs="+", default=["grouped", "compiled", "loop"], choices=["grouped", "compiled", "loop"])
     parser.add_argument("--iterations", type=int, default=160)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks-per-gpu", type=int, default=1)
     parser.add_argument("--load", nargs="+", default=["natural"], choices=["natural", *loads.WORKLOADS])
     args = parser.parse_args()
     with open(pathlib.Path(__file__).parent.parent / "shapes/moe.toml", "rb") as file:

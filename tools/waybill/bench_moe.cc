@@ -245,7 +245,7 @@ void register_bench_moe(CLI::App& bench) {
   command->get_option("--load")->default_str("router");
   command
       ->add_option("--device", options->common.device,
-                   "cuda: two GPUs, one rank each (with -P virtual ranks of what is there), and the PyTorch layer where torch is installed")
+                   "cuda: two GPUs, one rank each (-P ranks; virtual ones where there are fewer GPUs), and the PyTorch layer where torch is installed")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
   command->add_option("--receive-factor", options->gpu.receive_factor, "cuda: budget of sparse and dense-map")
@@ -253,13 +253,16 @@ void register_bench_moe(CLI::App& bench) {
       ->capture_default_str();
   command->add_option("--recipe", options->recipes, "cuda: also the sparse layer under fp8, mxfp8 or nvfp4");
   command->add_flag("--f32-gradients", options->gpu.f32_gradients, "cuda: also with weight gradients added to in fp32");
+  command->add_option("--column-blocks", options->gpu.column_blocks, "cuda: blocks of exact-blocks, a list (default: 4)");
+  command->add_flag("--wgrad-control", options->gpu.wgrad_control, "cuda: also the weight gradients beside ones whose sums have no order");
   command->add_flag("--no-peer", options->gpu.no_peer, "cuda: without the PyTorch layer");
   command->add_option("--trace", options->gpu.trace, "cuda: write the phases of a step for Perfetto");
   command->add_option("--plot", options->gpu.plot, "cuda: write an HTML page of plots (needs plotly)");
   command->add_option("--python", options->gpu.python, "cuda: interpreter of the PyTorch layer and of --plot")->capture_default_str();
   command->callback([options, command] {
     if (options->common.device == "cuda") return run_on_gpu(*command, *options);
-    for (const char* name : {"--receive-factor", "--recipe", "--f32-gradients", "--no-peer", "--trace", "--plot", "--python"}) {
+    for (const char* name :
+         {"--receive-factor", "--recipe", "--f32-gradients", "--wgrad-control", "--column-blocks", "--no-peer", "--trace", "--plot", "--python"}) {
       WB_CHECK(command->get_option(name)->count() == 0, "{} needs --device cuda", name);
     }
     run(*options);

@@ -51,6 +51,24 @@ json read_lines(const std::string& path) {
   return records;
 }
 
+// GPUs that our records are of; 0: there is none.
+int gpus_of(const json& records) {
+  for (const json& r : records) {
+    if (r.contains("gpus")) return r["gpus"].get<int>();
+  }
+  return 0;
+}
+
+// What a run on fewer GPUs than ranks cannot show.
+void print_limits(int ranks, int gpus) {
+  if (gpus == 0 || gpus == ranks) return;
+  fmt::print(
+      "{} virtual ranks on {} GPU{}: every design does all its work, exchange code included, but rows cross no link within a GPU. What dispatch and combine "
+      "cost "
+      "between GPUs, whether a link hides behind matmuls, and waits for a peer are not shown; PyTorch's processes have the tokens of all ranks on their GPU.\n",
+      ranks, gpus, gpus == 1 ? "" : "s");
+}
+
 struct Scratch {
   fs::path folder = fs::temp_directory_path() / fmt::format("waybill_bench_moe_{}", getpid());
   Scratch() { fs::create_directories(folder); }
@@ -61,9 +79,11 @@ struct Scratch {
   std::string file(const char* name) const { return (folder / name).string(); }
 };
 
-// The PyTorch layer on the same GPUs, one process each. Why it did not run, or "".
-std::string run_peer(const BenchOptions& common, const GpuMoeBench& options, int ranks, const std::string& out) {
+// The PyTorch layer on the same GPUs, one process each, which has the tokens of all ranks that lie on its GPU. Why it did not run, or "".
+std::string run_peer(const BenchOptions& common, const GpuMoeBench& options, int ranks, int gpus, const std::string& out) {
   if (options.no_peer) return "--no-peer";
+  if (gpus == 0) return "none of ours ran";
+  if (ranks % gpus != 0) return fmt::format("{} ranks do not lie evenly on {} GPUs", ranks, gpus);
   std::vector<std::string> loads;
   for (const std::string& load : options.loads) {
     if (!load.starts_with("recorded:")) loads.push_back(load);
@@ -72,8 +92,8 @@ std::string run_peer(const BenchOptions& common, const GpuMoeBench& options, int
   const std::string script = source_file("bench/peers/torch_moe_ep.py");
   if (script.empty()) return "bench/peers/torch_moe_ep.py was found neither here nor above the command";
   if (std::system((quoted(options.python) + " -c 'import torch' >/dev/null 2>&1").c_str()) != 0) return "no PyTorch in " + options.python;
-  std::string command =
-      fmt::format("{} {} {} --variant grouped loop --ranks {} --iterations {}", quoted(options.python), quoted(script), quoted(out), ranks, common.iterations);
+  std::string command = fmt::format("{} {} {} --variant grouped loop --ranks {} --ranks-per-gpu {} --iterations {}", quoted(options.python), quoted(script),
+                                    quoted(out), gpus, ranks / gpus, common.iterations);
   if (!options.shapes.empty()) {
     command += " --shape";
     for (const std::string& shape : options.shapes) command += " " + quoted(shape);
@@ -128,21 +148,26 @@ int bench_moe_on_gpu(const BenchOptions& common, const GpuMoeBench& options) {
   pass("--shapes", common.shapes_file.empty() ? shared_file("moe.toml", "--shapes") : common.shapes_file);
   pass("--shape", fmt::format("{}", fmt::join(options.shapes, ","))), pass("--load", fmt::format("{}", fmt::join(options.loads, ",")));
   pass("--stack", fmt::format("{}", fmt::join(options.stacks, ","))), pass("--recipe", fmt::format("{}", fmt::join(options.recipes, ",")));
-  pass("--trace", options.trace);
+  pass("--trace", options.trace), pass("--column-blocks", options.column_blocks);
   pass("--factor", fmt::format("{}", options.receive_factor));
   if (!options.no_ablation) arguments.emplace_back("--ablation");
   if (options.f32_gradients) arguments.emplace_back("--f32");
+  if (options.wgrad_control) arguments.emplace_back("--wgrad-control");
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
+  setenv("CUDA_MODULE_LOADING", "LAZY", 1);  // a thread a GPU (exchange/cuda/device_exchange.h); nothing has started CUDA yet
   const int code = g_bench(static_cast<int>(argv.size()), argv.data());
-  const std::string no_peer = run_peer(common, options, ranks, theirs);
-  if (!no_peer.empty()) fmt::print("PyTorch layer: not run, {}\n", no_peer);
   json records = read_lines(ours);
+  const int gpus = gpus_of(records);
+  const std::string no_peer = run_peer(common, options, ranks, gpus, theirs);
+  if (!no_peer.empty()) fmt::print("PyTorch layer: not run, {}\n", no_peer);
   for (json& record : read_lines(theirs)) records.push_back(std::move(record));
   print_ratios(records);
+  print_limits(ranks, gpus);
   if (!common.json.empty()) {
     std::ofstream file(common.json);
-    file << json{{"header", {{"area", "moe"}, {"version", version()}, {"ranks", ranks}, {"peer", no_peer.empty() ? "PyTorch" : "not run: " + no_peer}}},
+    file << json{{"header",
+                  {{"area", "moe"}, {"version", version()}, {"ranks", ranks}, {"gpus", gpus}, {"peer", no_peer.empty() ? "PyTorch" : "not run: " + no_peer}}},
                  {"records", records}}
                 .dump(1)
          << "\n";

@@ -11,9 +11,9 @@ namespace waybill::cli {
 
 struct GpuMoeBench {
   std::vector<std::string> shapes, loads, stacks, recipes;  // empty: the benchmark's own; recipes: bf16 alone
-  std::string trace, plot, python = "python3";
+  std::string column_blocks, trace, plot, python = "python3";
   double receive_factor = 1.25;
-  bool no_ablation = false, f32_gradients = false, no_peer = false;
+  bool no_ablation = false, f32_gradients = false, wgrad_control = false, no_peer = false;
 };
 
 // The benchmark where this build has it (built with CUDA and WAYBILL_BUILD_BENCH); set by main().

@@ -12,6 +12,7 @@
 #include "bench/cuda/gemm_anchor.h"
 #include "bench/cuda/moe/check.h"
 #include "bench/cuda/moe/report.h"
+#include "bench/cuda/moe/wgrad_control.h"
 #include "core/cuda/cuda_error.h"
 #include "cuda/device_random.h"
 #include "ops/activation/cuda/activation_cuda.h"
@@ -35,9 +36,9 @@ struct Options {
   std::vector<std::string> stacks{std::begin(kStacks), std::end(kStacks)};
   std::vector<std::string> loads{"natural"};
   std::vector<Recipe> recipes;
-  bool ablation = false, f32 = false;
+  bool ablation = false, f32 = false, wgrad_control = false;
   int iterations = 160, ranks = 2;
-  std::vector<int> combine_sms{32};
+  std::vector<int> combine_sms{32}, column_blocks{4};
   double factor = 1.25;
 };
 
@@ -59,13 +60,14 @@ std::vector<Recipe> parse_recipes(const std::string& text) {
   return recipes;
 }
 
-std::vector<int> parse_sms(const std::string& text) {
-  std::vector<int> sms;
+// Numbers from 2 on.
+std::vector<int> parse_numbers(const std::string& option, const std::string& text) {
+  std::vector<int> numbers;
   for (const std::string& part : split(text)) {
-    sms.push_back(std::stoi(part));
-    WB_CHECK(sms.back() >= 2, "--combine-sms takes numbers of SMs from 2 on, got {}", part);
+    numbers.push_back(std::stoi(part));
+    WB_CHECK(numbers.back() >= 2, "{} takes numbers from 2 on, got {}", option, part);
   }
-  return sms;
+  return numbers;
 }
 
 Options parse(int argc, char** argv) {
@@ -78,6 +80,8 @@ Options parse(int argc, char** argv) {
     };
     if (name == "--ablation")
       o.ablation = true;
+    else if (name == "--wgrad-control")
+      o.wgrad_control = true;
     else if (name == "--f32")
       o.f32 = true;
     else if (name == "--shape")
@@ -89,7 +93,9 @@ Options parse(int argc, char** argv) {
     else if (name == "--recipe")
       o.recipes = parse_recipes(value());
     else if (name == "--combine-sms")
-      o.combine_sms = parse_sms(value());
+      o.combine_sms = parse_numbers(name, value());
+    else if (name == "--column-blocks")
+      o.column_blocks = parse_numbers(name, value());
     else if (name == "--iterations")
       o.iterations = std::stoi(value());
     else if (name == "--ranks")
@@ -188,9 +194,11 @@ std::vector<Design> designs_of(const Options& o, bool natural) {
       add(stack, stack, MapChange::kNone, false);
       continue;
     }
-    const char* what = stack == "exact" ? "" : stack == "exact-resend" ? ", rows sent again" : ", rows sent again, four blocks of columns";
-    add(fmt::format("sparse, exact sizes{}", what), "sparse", MapChange::kNone, false);
-    list.back().options.exact = true, list.back().options.resend = stack != "exact", list.back().options.column_blocks = stack == "exact-blocks" ? 4 : 1;
+    for (const int blocks : stack == "exact-blocks" ? o.column_blocks : std::vector<int>{1}) {
+      const std::string what = stack == "exact" ? "" : blocks == 1 ? ", rows sent again" : fmt::format(", rows sent again, {} blocks of columns", blocks);
+      add(fmt::format("sparse, exact sizes{}", what), "sparse", MapChange::kNone, false);
+      list.back().options.exact = true, list.back().options.resend = stack != "exact", list.back().options.column_blocks = blocks;
+    }
   }
   for (const Recipe recipe : o.recipes) {
     for (const bool keep : {false, true}) {
@@ -235,8 +243,8 @@ class Comparison {
       const double mean = static_cast<double>(problem.T_max() * shape.K);
       factor = std::max(factor, 1.05 * static_cast<double>(problem.hottest_rank_rows()) / mean);
     }
-    fmt::print("{} T{} H{} F{} E{} K{}, {} ranks on {} GPUs, load {}, receive_factor {:.2f}\n", shape.name, shape.T, shape.H, shape.F, shape.E, shape.K,
-               problem.P(), devices.size(), load, factor);
+    fmt::print("{} T{} H{} F{} E{} K{}, {} ranks on {} GPUs ({}), load {}, receive_factor {:.2f}\n", shape.name, shape.T, shape.H, shape.F, shape.E, shape.K,
+               problem.P(), devices.size(), problem.evidence(), load, factor);
     Results reference(problem);
     StackOptions sparse;
     sparse.receive_factor = factor;
@@ -245,6 +253,7 @@ class Comparison {
       design.options.receive_factor = factor;
       attempt([&] { compare(problem, design, reference); });
     }
+    if (options_.wgrad_control) attempt([&] { run_wgrad_control(problem, report_); });
   }
   // A failure is shown; what follows may still run.
   void attempt(const std::function<void()>& part) {
@@ -318,8 +327,7 @@ class Comparison {
     const std::vector<PhaseSpan> spans = runner.phases(5, row.phases);
     // One design at a time is far from others in speed only where it launches a kernel an expert: fewer steps there.
     const int iterations = design.options.kind == "loop" ? std::max(8, options_.iterations / 8) : options_.iterations;
-    std::size_t inputs = 0;
-    for (int r = 0; r < problem.P(); ++r) inputs = std::max(inputs, problem.activation_bytes(r));
+    const std::size_t inputs = problem.activation_bytes();
     if (design.options.kind == "sparse") {
       const double exact = static_cast<double>(problem.hottest_rank_rows()) / static_cast<double>(problem.T_max() * problem.shape().K);
       row.predicted_bytes = (design.options.exact ? sparse_bytes(design.options, problem, 0) : runner.stack(0).predicted_bytes()) + inputs,

@@ -146,6 +146,24 @@ MoeConfig Problem::layer_config(double receive_factor) const {
   return c;
 }
 
+std::size_t Problem::activation_bytes() const {
+  std::size_t most = 0;
+  for (const int device : devices_) {
+    std::int64_t tokens = 0;
+    for (const auto& t : ranks_) tokens += t->device == device ? t->T : 0;
+    most = std::max(most, static_cast<std::size_t>(4 * tokens * shape_.H * 2));
+  }
+  return most;
+}
+
+std::string Problem::evidence() const {
+  if (P_ == 1) return "MoE module, one rank: nothing is exchanged";
+  if (ranks_per_gpu() > 1)
+    return fmt::format("MoE module, {} virtual ranks on {}: no link in use within a GPU", P_,
+                       devices_.size() == 1 ? "one GPU" : fmt::format("{} GPUs", devices_.size()));
+  return "MoE module";
+}
+
 std::int64_t Problem::routes() const { return std::accumulate(counts_.begin(), counts_.end(), std::int64_t{0}); }
 std::int64_t Problem::rows_of_rank(int r) const { return std::accumulate(counts_.begin() + r * L(), counts_.begin() + (r + 1) * L(), std::int64_t{0}); }
 std::int64_t Problem::longest_expert(int r) const { return *std::max_element(counts_.begin() + r * L(), counts_.begin() + (r + 1) * L()); }

@@ -42,6 +42,7 @@ class Problem {
   int P() const { return P_; }
   std::int64_t L() const { return shape_.E / P_; }
   const std::vector<int>& devices() const { return devices_; }
+  int ranks_per_gpu() const { return (P_ + static_cast<int>(devices_.size()) - 1) / static_cast<int>(devices_.size()); }
   const std::string& load() const { return load_; }
   std::int64_t T_max() const { return T_max_; }
   std::vector<RankTensors*> on(int device);
@@ -57,10 +58,14 @@ class Problem {
   std::int64_t rows_of_rank(int r) const;    // slots of its experts
   std::int64_t longest_expert(int r) const;  // rows of its fullest expert
   std::int64_t hottest_rank_rows() const;
-  // Matmuls of the experts on valid rows: gate, up and down, 2 operations a multiply-add, once forward and twice backward; mean of the ranks.
-  double flops() const { return 18.0 * static_cast<double>(routes()) / P_ * static_cast<double>(shape_.H) * static_cast<double>(shape_.F); }
-  // Inputs and results of the layer on one rank (x, d_out, out, dx): what every stack needs besides.
-  std::size_t activation_bytes(int r) { return static_cast<std::size_t>(4 * rank(r).T * shape_.H * 2); }
+  // Matmuls of the experts on valid rows: gate, up and down, 2 operations a multiply-add, once forward and twice backward; mean of the GPUs.
+  double flops() const {
+    return 18.0 * static_cast<double>(routes()) / static_cast<double>(devices_.size()) * static_cast<double>(shape_.H) * static_cast<double>(shape_.F);
+  }
+  // Inputs and results of the layer (x, d_out, out, dx) on the GPU with the most of them: what every stack needs besides.
+  std::size_t activation_bytes() const;
+  // What a run of these ranks on these GPUs shows, as records name it.
+  std::string evidence() const;
 
  private:
   void fill_rank(RankTensors& t, bool f32_gradients);

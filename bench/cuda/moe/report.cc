@@ -11,8 +11,8 @@ double gib(std::size_t bytes) { return static_cast<double>(bytes) / (1u << 30); 
 Report::Report(const std::string& path) : file_(std::fopen(path.c_str(), "w")) {
   WB_CHECK(file_ != nullptr, "cannot write {}", path);
   fmt::print(
-      "TFLOP/s per GPU: 18 x routes / ranks x H x F / time (expert matmuls of valid rows: gate, up, down; once forward, twice backward)\n"
-      "Evidence class: MoE module (one layer by itself, not a model)\n");
+      "TFLOP/s per GPU: 18 x routes / GPUs x H x F / time (expert matmuls of valid rows: gate, up, down; once forward, twice backward)\n"
+      "Evidence class: MoE module (one layer by itself, not a model); each record names how its ranks lie on GPUs\n");
 }
 Report::~Report() { std::fclose(file_); }
 
@@ -36,14 +36,27 @@ void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
   fmt::print(
       file_,
       "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
-      "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"MoE module\",\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},\"iterations\":{},"
+      "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"{}\",\"ranks\":{},\"gpus\":{},\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},"
+      "\"iterations\":{},"
       "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"exact_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"exchange_"
       "with_hidden\":{},\"host_waits\":{},"
       "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}}}\n",
-      c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, row.times.p50, row.times.p99, row.times.iterations, tflops,
-      tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares, all > 0 ? fmt::format("{:.4f}", share) : "null",
-      all > 0 ? fmt::format("{:.4f}", whole) : "null", row.host_waits, row.captured ? "true" : "false", problem.load(), row.computed_rows, row.dropped,
-      row.error, static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
+      c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, problem.evidence(), problem.P(), problem.devices().size(),
+      row.times.p50, row.times.p99, row.times.iterations, tflops, tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares,
+      all > 0 ? fmt::format("{:.4f}", share) : "null", all > 0 ? fmt::format("{:.4f}", whole) : "null", row.host_waits, row.captured ? "true" : "false",
+      problem.load(), row.computed_rows, row.dropped, row.error,
+      static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
+  std::fflush(file_), std::fflush(stdout);
+}
+
+void Report::add_control(const std::string& op, const Problem& problem, const std::string& variant, double us, double spread, double flops) {
+  const Shape& c = problem.shape();
+  fmt::print("    {:<56} {:9.1f} us [{:.1f}]  {:6.1f} TFLOP/s\n", variant, us, spread, flops / us * 1e-6);
+  fmt::print(file_,
+             "{{\"op\":\"{}\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
+             "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},\"p99\":null,\"iterations\":28,"
+             "\"kernel_tflops\":{:.1f},\"load\":\"{}\"}}\n",
+             op, c.name, c.T, c.H, c.F, c.E, c.K, variant, us, spread, us, flops / us * 1e-6, problem.load());
   std::fflush(file_), std::fflush(stdout);
 }
 

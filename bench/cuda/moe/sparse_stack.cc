@@ -87,7 +87,8 @@ class SparseStack final : public Stack {
 
 std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor) {
   const std::int64_t slots = options.exact ? problem.hottest_rank_rows() : 0;
-  return DeviceMoeLayer::memory(config_of(options, problem, factor), problem.P(), layer_options(options), slots).total();
+  const DeviceMoeMemory m = DeviceMoeLayer::memory(config_of(options, problem, factor), problem.P(), layer_options(options), slots);
+  return static_cast<std::size_t>(problem.ranks_per_gpu()) * (m.windows + m.scratch + m.step) + m.operations;
 }
 
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem) {

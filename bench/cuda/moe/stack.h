@@ -50,7 +50,7 @@ class Stack {
   virtual std::int64_t dropped(cudaStream_t /*stream*/) { return 0; }
   virtual const std::int32_t* places(int /*index*/) const { return nullptr; }  // capacity: [T K] on the device, -1: dropped
   virtual std::int64_t computed_rows() const = 0;                              // of the first matmul in the last step, padding included; mean of the ranks
-  virtual std::size_t predicted_bytes() const { return 0; }                    // of one rank, where a stack can say
+  virtual std::size_t predicted_bytes() const { return 0; }                    // of a GPU, where a stack can say
   virtual void add_counts(std::vector<std::int64_t>& /*counts*/, cudaStream_t /*stream*/) {}  // sparse: [E] routes of the last step, of this GPU's tokens
 };
 
@@ -69,7 +69,7 @@ struct Windows {
 std::size_t arena_bytes(const StackOptions& options, Problem& problem);
 std::unique_ptr<Stack> make_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
 
-// Bytes of one rank of the sparse stack, by its own account; factor in place of the options'. At exact sizes: with the slots of the hottest rank.
+// Bytes of the sparse stack on a GPU, by its own account; factor in place of the options'. At exact sizes: with the slots of the hottest rank.
 std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor);
 std::size_t sparse_arena_bytes(const StackOptions& options, Problem& problem);
 std::unique_ptr<Stack> make_sparse_stack(const StackOptions& options, Problem& problem, Windows& windows, int device, OnPhase on_phase);
