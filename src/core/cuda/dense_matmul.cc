@@ -12,8 +12,8 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/device_buffer.h"
-#include "core/cuda/scratch_buffer.h"
 #include "core/cuda/stream_map.h"
+#include "core/cuda/work_room.h"
 
 namespace waybill::cuda {
 namespace {
@@ -65,7 +65,6 @@ void try_cublas(cublasStatus_t status, const char* call) {
 }
 #define WB_TRY_CUBLAS(call) try_cublas((call), #call)
 
-constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
 constexpr std::uint32_t kAlignment = 16;  // of operands, bytes
 
 using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, bool, DType, DType>;
@@ -88,12 +87,12 @@ class Plans {
  public:
   explicit Plans(int device) : device_(device), handle_(handle_of(device)) {}
 
-  void run(const DenseMatmul& x, const void* a, const void* b, void* c, cudaStream_t stream) {
+  void run(const DenseMatmul& x, const void* a, const void* b, void* c, ScratchBuffer& workspace, cudaStream_t stream) {
     const Plan& plan = find(x);
-    workspace_.reserve(kWorkspaceBytes, /*zero=*/false, device_, stream);
+    workspace.reserve(kDenseWorkspaceBytes, /*zero=*/false, device_, stream);
     const float alpha = 1.0f, beta = x.accumulate ? 1.0f : 0.0f;
-    WB_TRY_CUBLAS(lt_.cublasLtMatmul(handle_, plan.operation, &alpha, b, plan.a, a, plan.b, &beta, c, plan.d, c, plan.d, &plan.algorithm, workspace_.data(),
-                                     kWorkspaceBytes, stream));
+    WB_TRY_CUBLAS(lt_.cublasLtMatmul(handle_, plan.operation, &alpha, b, plan.a, a, plan.b, &beta, c, plan.d, c, plan.d, &plan.algorithm, workspace.data(),
+                                     kDenseWorkspaceBytes, stream));
   }
 
  private:
@@ -117,7 +116,8 @@ class Plans {
     plan.d = layout(x.out, x.M, x.N);
     cublasLtMatmulPreference_t preference = nullptr;
     WB_TRY_CUBLAS(lt_.cublasLtMatmulPreferenceCreate(&preference));
-    WB_TRY_CUBLAS(lt_.cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &kWorkspaceBytes, sizeof(kWorkspaceBytes)));
+    WB_TRY_CUBLAS(
+        lt_.cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &kDenseWorkspaceBytes, sizeof(kDenseWorkspaceBytes)));
     for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                  CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
       WB_TRY_CUBLAS(lt_.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &kAlignment, sizeof(kAlignment)));
@@ -142,11 +142,10 @@ class Plans {
   const CublasLt& lt_ = CublasLt::get();
   int device_;
   cublasLtHandle_t handle_;
-  ScratchBuffer workspace_;
   std::map<Key, Plan> plans_;
 };
 
-// One set a (device, stream): calls on a stream run in order and share its workspace.
+// One set a (device, stream).
 Plans& plans_of(int device, cudaStream_t stream) {
   static StreamMap<std::unique_ptr<Plans>> all;
   std::unique_ptr<Plans>& found = all.at(device, stream);
@@ -166,7 +165,7 @@ void dense_matmul(const DenseMatmul& x, const void* a, const void* b, void* c, i
     if (!x.accumulate) WB_TRY_CUDA(cudaMemsetAsync(c, 0, static_cast<std::size_t>(x.M * x.N) * size_bytes(x.out), stream));
     return;
   }
-  plans_of(device, stream).run(x, a, b, c, stream);
+  plans_of(device, stream).run(x, a, b, c, work_room(device, stream), stream);
 }
 
 void prepare_dense_matmul(int device) {
@@ -180,12 +179,13 @@ void prepare_dense_matmul(int device) {
   const DeviceBuffer operands(kLarge * kLarge * 4, device), result(kLarge * kLarge * 4, device);
   operands.fill(0, stream);
   Plans plans(device);
+  ScratchBuffer workspace;  // not a room that is kept for a stream which goes
   for (const std::int64_t size : {std::int64_t{64}, kLarge}) {
     for (const DType dtype : {DType::kBF16, DType::kF32}) {
       for (const bool transpose_a : {false, true}) {
         for (const bool transpose_b : {false, true}) {
           plans.run({.M = size, .N = size, .C = size, .transpose_a = transpose_a, .transpose_b = transpose_b, .dtype = dtype}, operands.data(), operands.data(),
-                    result.data(), stream);
+                    result.data(), workspace, stream);
         }
       }
     }

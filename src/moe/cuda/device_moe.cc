@@ -5,7 +5,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
-#include "core/cuda/scratch_buffer.h"
+#include "core/cuda/work_room.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/etp.h"
 
@@ -140,6 +140,8 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
   for (std::size_t i = 0; i < impl_->count(); ++i) {
     impl_->set_routes(saved, i, x[i].shape[0]);
   }
+  // At once: a room that grew from operation to operation would leave smaller ones behind.
+  if (options.training) work_room(impl_->where.index, stream).reserve(operations_bytes(impl_->config, impl_->S), /*zero=*/false, impl_->where.index, stream);
   impl_->prepare(f);
   impl_->forward(f);
 }

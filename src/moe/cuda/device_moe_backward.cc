@@ -167,29 +167,29 @@ void DeviceMoeLayer::Impl::router_gradients(const Backward& b) {
   mark(Phase::kRouter, b.stream);
   for (std::size_t i = 0; i < count(); ++i) {
     const std::int64_t T = b.saved.routes[i].T;
-    auto* d_logits = scratch_at<float>(i, scratch_parts.d_logits);
+    float* to = d_logits(b.saved, i);
     const bool twice = (b.saved.reasons & kDenseMapDuplicateIds) != 0;
-    route_gradients(b, i, twice ? RouterLossConfig{} : loss_config(only_global()), only_global(), true, d_logits);
+    route_gradients(b, i, twice ? RouterLossConfig{} : loss_config(only_global()), only_global(), true, to);
     if (twice) {
       const bool over_all = config.router.score == ScoreFunction::kSoftmax && !config.router.renormalise;
       launch_scale_duplicates({b.saved.routes[i].ids, b.saved.routes[i].weights, scratch_at<float>(i, scratch_parts.d_weights), T, config.K, config.E, over_all,
                                static_cast<int>(size_bytes(route_id_dtype(config.E)))},
-                              d_logits, b.stream);
+                              to, b.stream);
       check_launch("moe_scale_duplicates");
       if (has_losses(config)) add_loss_gradients(b, i, only_global());
     }
     if (has_two_aux_losses(config)) add_loss_gradients(b, i, true);
     if (!has_losses(config)) continue;
-    launch_clear_invalid(exchange->header(b.saved.handle, static_cast<int>(i)), d_logits, T * config.E, b.stream);
+    launch_clear_invalid(exchange->header(b.saved.handle, static_cast<int>(i)), to, T * config.E, b.stream);
     check_launch("moe_clear_invalid");
   }
 }
 
-void DeviceMoeLayer::Impl::route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits) {
+void DeviceMoeLayer::Impl::route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits_to) {
   RouterInputs inputs = router_inputs(b.parameters[i], b.saved, i);
   inputs.weight_factors = TensorView(b.saved.at<float>(i, step_parts.weight_factors), DType::kF32, {b.saved.routes[i].T}, where);
   const float* d_weights = routes ? scratch_at<float>(i, scratch_parts.d_weights) : nullptr;
-  const TensorView gradient(d_logits, DType::kF32, {b.saved.routes[i].T, config.E}, where);
+  const TensorView gradient(d_logits_to, DType::kF32, {b.saved.routes[i].T, config.E}, where);
   if (b.options.loss_weights != nullptr) {
     const float* factors = b.options.loss_weights + (global && has_two_aux_losses(config) ? 3 : 0);
     router_backward_weighted(config.router, losses, inputs, route(b.saved, i), d_weights, loss_inputs(b.saved, i, global), factors, gradient, on(b.stream));
@@ -202,7 +202,7 @@ void DeviceMoeLayer::Impl::route_gradients(const Backward& b, std::size_t i, con
 void DeviceMoeLayer::Impl::add_loss_gradients(const Backward& b, std::size_t i, bool global) {
   auto* more = scratch_at<float>(i, scratch_parts.d_logits_more);
   route_gradients(b, i, loss_config(global), global, false, more);
-  launch_add_values(scratch_at<float>(i, scratch_parts.d_logits), more, b.saved.routes[i].T * config.E, b.stream);
+  launch_add_values(d_logits(b.saved, i), more, b.saved.routes[i].T * config.E, b.stream);
   check_launch("moe_add_values");
 }
 
@@ -269,8 +269,8 @@ void DeviceMoeLayer::Impl::base_gradients(const Backward& b) {
       if (!b.options.accumulate) WB_TRY_CUDA(cudaMemsetAsync(gate.data, 0, static_cast<std::size_t>(gate.size()) * sizeof(float), b.stream));
       continue;
     }
-    gate_backward({base.shape[0], config.H, config.E, DType::kBF16}, b.x[i].data, b.parameters[i].gate.data, scratch_at<float>(i, scratch_parts.d_logits),
-                  base.data, b.gradients[i].gate.as<float>(), b.options.accumulate, where.index, b.stream, base.dtype);
+    gate_backward({base.shape[0], config.H, config.E, DType::kBF16}, b.x[i].data, b.parameters[i].gate.data, d_logits(b.saved, i), base.data,
+                  b.gradients[i].gate.as<float>(), b.options.accumulate, where.index, b.stream, base.dtype);
   }
   if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_gradients(b);
 }

@@ -131,6 +131,7 @@ struct DeviceMoeLayer::Impl {
   // reduced; in that of a, once its gradient is used up.
   TensorView forward_base(const Saved& saved, std::size_t i) const;
   TensorView backward_base(const Saved& saved, std::size_t i) const;
+  float* d_logits(const Saved& saved, std::size_t i) const;             // [T, E]: where dh was, or where dh is still needed, where dy was
   TensorView latent_out(const Saved& saved, std::size_t i) const;       // bf16 [T, latent]
   TensorView latent_gradient(const Saved& saved, std::size_t i) const;  // the same
   StatusWord* status_word(std::size_t i) const { return status[i].device_ptr(); }
@@ -227,7 +228,7 @@ struct DeviceMoeLayer::Impl {
   void bias_gradients(const Backward& b, std::size_t i);  // both; before y is used anew
   bool has_second_bias(std::size_t i) const { return config.expert_bias && ranks.rank[i] % config.expert_tensor_parallel == 0; }
   void router_gradients(const Backward& b);
-  void route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits);
+  void route_gradients(const Backward& b, std::size_t i, const RouterLossConfig& losses, bool global, bool routes, float* d_logits_to);
   void add_loss_gradients(const Backward& b, std::size_t i, bool global);
   void base_gradients(const Backward& b);
   std::vector<TensorView> combined_gradients(const Backward& b) const;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/cuda/dense_matmul.h"
 #include "exchange/cuda/exchange_shape.h"
 #include "moe/capacity.h"
 #include "moe/cuda/device_moe_recipe.h"
@@ -55,10 +56,17 @@ std::int64_t x_columns(const MoeConfig& c) {
   return std::min(c.row_width(), F / unit * unit);
 }
 
+namespace {
+
+// d_logits lie there once dh is used up.
+std::int64_t h_bytes(const MoeConfig& c, std::int64_t S) { return std::max(S * c.inner_width() * 2, c.T_max * c.E * 4); }
+
+}  // namespace
+
 SlotBytes bytes_of_slots(const MoeConfig& c, std::int64_t S, const DeviceMoeOptions& options) {
-  const std::int64_t base = c.T_max * c.H * 4;
+  const std::int64_t base = c.T_max * c.H * 4, logits = c.T_max * c.E * 4;
   const auto bytes = [](std::int64_t count) { return static_cast<std::size_t>(count); };
-  return {bytes(S * c.inner_width() * 2), bytes(std::max(S * c.local_F() * 2, base)), bytes(std::max(S * y_columns(c, options) * 2, base)),
+  return {bytes(h_bytes(c, S)), bytes(std::max(S * c.local_F() * 2, base)), bytes(std::max({S * y_columns(c, options) * 2, base, logits})),
           bytes(copies_whole_x(c, options) ? S * c.row_width() * 2 : 0)};
 }
 
@@ -88,7 +96,7 @@ DeviceMoeStepLayout step_layout(const MoeConfig& c, int P, const DeviceMoeOption
   s.ids = carver.take(T * c.K, size_bytes(route_id_dtype(c.E)));
   s.weights = carver.take(T * c.K, 4), s.counts = carver.take(c.E, 4), s.weight_factors = carver.take(T, 4);
   s.logits = carver.take_if(c.recompute <= Recompute::kActivation, T * c.E, 4);
-  s.h = carver.take_if(!exact_sizes && c.recompute <= Recompute::kActivation, S * c.inner_width(), 2);
+  s.h = carver.take_if(!exact_sizes && c.recompute <= Recompute::kActivation, h_bytes(c, S), 1);
   s.a = carver.take_if(!exact_sizes && c.recompute <= Recompute::kNone, S * c.local_F(), 2);
   s.shared_h = carver.take_if(c.recompute <= Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute <= Recompute::kNone, T * c.shared_F, 2);
@@ -108,12 +116,12 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   Carver carver;
   DeviceMoeScratchLayout s{};
   s.logits = carver.take_if(c.recompute > Recompute::kActivation, T * c.E, 4);
-  s.h = carver.take_if(!exact_sizes && c.recompute > Recompute::kActivation, S * c.inner_width(), 2);
+  s.h = carver.take_if(!exact_sizes && c.recompute > Recompute::kActivation, h_bytes(c, S), 1);
   s.a = carver.take_if(!exact_sizes && c.recompute > Recompute::kNone, S * c.local_F(), 2);
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
   const std::int64_t base = T * c.H * 4;
-  s.y = carver.take_if(!exact_sizes, std::max({S * y_columns(c, options) * 2, base, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
+  s.y = carver.take_if(!exact_sizes, std::max({S * y_columns(c, options) * 2, base, T * c.E * 4, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
   s.x = carver.take_if(!exact_sizes && copies_whole_x(c, options), S * W, 2);
   const DType wire = wire_dtype(c, {P, options.nodes});
   s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && wire == DType::kBF16 ? T * c.H : 0, 2);
@@ -124,7 +132,7 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   s.own_counts = carver.take(num_totals(c), 4), s.node_counts = carver.take(options.nodes > 1 ? options.nodes * num_totals(c) : 0, 4);
   s.score_sums = carver.take(has_losses(c) ? c.E + 1 : 0, 8), s.losses = carver.take(6, 8);
   s.d_slot_weight = carver.take(S, 4);
-  s.d_weights = carver.take(T * c.K, 4), s.d_logits = carver.take(T * c.E, 4);
+  s.d_weights = carver.take(T * c.K, 4);
   const bool is_sliced = c.expert_tensor_parallel > 1, is_cut = c.capacity_factor > 0;
   s.kept_ids = carver.take(is_sliced && is_cut ? T * c.K : 0, size_bytes(route_id_dtype(c.E))),
   s.kept_weights = carver.take(is_sliced && is_cut ? T * c.K : 0, 4);
@@ -169,17 +177,16 @@ std::size_t partial_tiles_bytes(std::int64_t m, std::int64_t n, std::int64_t row
   return static_cast<std::size_t>(2 * gemm_limits::max_split_units(kClusters, tuning.slices_per_cluster) * kRowTile * width * 4);
 }
 
+}  // namespace
+
 std::size_t operations_bytes(const MoeConfig& c, std::int64_t S) {
-  constexpr std::size_t kDenseWorkspace = std::size_t{32} << 20;  // cuBLASLt's
   const std::int64_t T = c.T_max, W = c.row_width();
   const std::size_t gate = aligned(static_cast<std::size_t>(T * 2 * c.E * 2)) + aligned(static_cast<std::size_t>(2 * c.E * c.H * 2)) +
                            aligned(static_cast<std::size_t>(2 * c.E * c.H * 4));
   std::size_t partials = std::max(partial_tiles_bytes(c.inner_width(), W, S), partial_tiles_bytes(W, c.local_F(), S));
   if (c.shared_F > 0) partials = std::max({partials, partial_tiles_bytes(c.shared_inner_width(), c.H, T), partial_tiles_bytes(c.H, c.shared_F, T)});
-  return kDenseWorkspace + gate + partials;
+  return std::max(kDenseWorkspaceBytes + gate, partials);  // one after the other (core/cuda/work_room.h)
 }
-
-}  // namespace
 
 DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options, std::int64_t exact_slots) {
   DeviceMoeMemory memory;

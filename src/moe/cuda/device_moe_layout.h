@@ -36,7 +36,7 @@ inline constexpr std::uint64_t kNoPart = ~std::uint64_t{0};
 struct DeviceMoeStepLayout {
   std::uint64_t ids, weights, counts, weight_factors;  // the route
   std::uint64_t logits;                                // f32 [T, E]
-  std::uint64_t h, a;                                  // bf16 [S, inner], [S, F]; kNoPart: scratch of the layer, or SlotMemory
+  std::uint64_t h, a;                                  // bf16 [S, inner] (or f32 [T, E]), [S, F]; kNoPart: scratch of the layer, or SlotMemory
   std::uint64_t shared_h, shared_a;                    // bf16 [T, shared inner], [T, shared_F]; the same
   std::uint64_t latent_out;                            // bf16 [T, latent]
   // i32: [E] counts of all ranks, then [E] those of AuxCounts::kUnbiased; [E] with the accumulated ones (global loss).
@@ -58,7 +58,7 @@ struct DeviceMoeScratchLayout {
   std::uint64_t node_counts;                       // i32 [nodes][num_totals]: of the other nodes
   std::uint64_t score_sums, losses;                // f64 [E + 1], [2][3]: the second where there are two auxiliary losses
   std::uint64_t d_slot_weight;                     // f32 [S]
-  std::uint64_t d_weights, d_logits;               // f32 [T, K], [T, E]
+  std::uint64_t d_weights;                         // f32 [T, K]
   std::uint64_t kept_ids, kept_weights;            // [T, K]: capacity mode with slices of F
   std::uint64_t keep_places;                       // i32, by keep_places(): capacity mode
   std::uint64_t d_expanded;                        // f32 [T, K t]: with slices of F
@@ -80,7 +80,10 @@ inline std::int64_t num_totals(const MoeConfig& c) { return reduces_counts(c) ? 
 DeviceMoeStepLayout step_layout(const MoeConfig& config, int P, const DeviceMoeOptions& options);
 DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P, const DeviceMoeOptions& options);
 
-// Bytes of what has a row a slot, at S slots in expert order. `a` and y hold f32 [T, H] too.
+// What the gate and the matmuls take of the stream's work room, on a GPU of 132 SMs.
+std::size_t operations_bytes(const MoeConfig& config, std::int64_t S);
+
+// Bytes of what has a row a slot, at S slots in expert order. `a` and y hold f32 [T, H] too, h and y the gradient of the logits, f32 [T, E].
 struct SlotBytes {
   std::size_t h = 0, a = 0, y = 0, x = 0;
   std::size_t total() const { return h + a + y + x; }

@@ -48,6 +48,9 @@ TensorView DeviceMoeLayer::Impl::backward_base(const Saved& saved, std::size_t i
   void* data = scratch_parts.base == kNoPart ? a(saved, i).data : scratch_at<void>(i, scratch_parts.base);
   return TensorView(data, config.latent > 0 || config.shared_F > 0 ? DType::kF32 : exchange->wire(), {saved.routes[i].T, config.H}, where);
 }
+float* DeviceMoeLayer::Impl::d_logits(const Saved& saved, std::size_t i) const {
+  return static_cast<float*>(combines_beside(config, options) ? y(saved, i).data : h(saved, i).data);
+}
 TensorView DeviceMoeLayer::Impl::latent_out(const Saved& saved, std::size_t i) const {
   return TensorView(saved.at<void>(i, step_parts.latent_out), DType::kBF16, {saved.routes[i].T, config.latent}, where);
 }

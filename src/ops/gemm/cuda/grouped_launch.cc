@@ -63,13 +63,17 @@ void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap,
   WB_TRY_CUDA(cudaLaunchKernelExC(&room.config, launch.kernel, arguments));
 }
 
-GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats) {
-  static StreamMap<GroupedScratch> all;
-  GroupedScratch& scratch = all.at(device, stream);
-  scratch.ticket.reserve(sizeof(std::uint32_t), true, device, stream);
-  scratch.arrivals.reserve(tiles * 2 * sizeof(std::uint32_t), true, device, stream);
-  scratch.partials.reserve(tiles * tile_floats * sizeof(float), false, device, stream);
-  return scratch;
+GroupedScratch grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats) {
+  struct Counters {
+    ScratchBuffer ticket, arrivals;
+  };
+  static StreamMap<Counters> all;
+  Counters& counters = all.at(device, stream);
+  counters.ticket.reserve(sizeof(std::uint32_t), true, device, stream);
+  counters.arrivals.reserve(tiles * 2 * sizeof(std::uint32_t), true, device, stream);
+  ScratchBuffer& room = work_room(device, stream);
+  room.reserve(tiles * tile_floats * sizeof(float), false, device, stream);
+  return {counters.ticket, counters.arrivals, room};
 }
 
 }  // namespace waybill::cuda

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "core/cuda/scratch_buffer.h"
+#include "core/cuda/work_room.h"
 
 namespace waybill::cuda {
 
@@ -24,10 +24,11 @@ int resident_clusters(const GroupedLaunch& launch, int device);
 void launch_grouped(const GroupedLaunch& launch, int num_clusters, bool overlap, cudaStream_t stream, void* params);
 
 // Scratch of one (device, stream): calls on a stream run in order and share it. Counters are zero between launches.
+// partials lie in the stream's work room.
 struct GroupedScratch {
-  ScratchBuffer ticket, arrivals, partials;
+  const ScratchBuffer &ticket, &arrivals, &partials;
 };
 // Room for `tiles` partial tiles of tile_floats.
-GroupedScratch& grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats);
+GroupedScratch grouped_scratch(int device, cudaStream_t stream, std::size_t tiles, std::size_t tile_floats);
 
 }  // namespace waybill::cuda

@@ -4,19 +4,17 @@
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
 #include "core/cuda/device_buffer.h"
-#include "core/cuda/scratch_buffer.h"
-#include "core/cuda/stream_map.h"
+#include "core/cuda/work_room.h"
 #include "ops/router/cuda/gate_split.h"
 
 namespace waybill::cuda {
 namespace {
 
-// Room for d_logits in two terms and what follows from them, one a (device, stream): calls on a stream run in order.
+// Room for d_logits in two terms and what follows from them, behind the workspace of the matmuls.
 std::byte* split_room(std::size_t bytes, int device, cudaStream_t stream) {
-  static StreamMap<ScratchBuffer> all;
-  ScratchBuffer& room = all.at(device, stream);
-  room.reserve(bytes, /*zero=*/false, device, stream);
-  return room.as<std::byte>();
+  ScratchBuffer& room = work_room(device, stream);
+  room.reserve(kDenseWorkspaceBytes + bytes, /*zero=*/false, device, stream);
+  return room.as<std::byte>() + kDenseWorkspaceBytes;
 }
 
 void check(const GateShape& s) {
