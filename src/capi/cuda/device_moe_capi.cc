@@ -48,8 +48,7 @@ struct wb_device_moe {
             layer_options(*memory)),
         step(layer.make_step()),
         where{DeviceType::kCuda, device},
-        saved_bytes(static_cast<std::int64_t>(most_saved_bytes(config, memory->size()))),
-        gate_gradient(static_cast<std::size_t>(config.E * config.H) * sizeof(float), device) {
+        saved_bytes(static_cast<std::int64_t>(most_saved_bytes(config, memory->size()))) {
     memory->everybody_is_ready();
   }
   MoeConfig config;
@@ -58,7 +57,7 @@ struct wb_device_moe {
   cuda::DeviceMoeStep step;
   Device where;
   std::int64_t saved_bytes;
-  cuda::DeviceBuffer gate_gradient;  // f32 [E, H], before it is rounded
+  cuda::ScratchBuffer gate_gradient;  // f32 [E, H], before it is rounded; empty until a gradient of the gate is wanted in bf16
 };
 
 namespace {
@@ -192,11 +191,12 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
     MoeTensors sums[] = {to_moe_tensors(gradients, "gradients", Memory::kAny)};
     const TensorView gate = sums[0].gate;
     const bool rounds = gate && gate.dtype == DType::kBF16;
+    const cudaStream_t queue = native(stream, own.where);
     if (rounds) {
       (void)checked(required(gradients, "gradients").gate, DType::kBF16, {own.config.E, own.config.H}, own.where, "gradient gate");
+      own.gate_gradient.reserve(static_cast<std::size_t>(own.config.E * own.config.H) * sizeof(float), /*zero=*/false, own.where.index, queue);
       sums[0].gate = TensorView(own.gate_gradient.data(), DType::kF32, {own.config.E, own.config.H}, own.where);
     }
-    const cudaStream_t queue = native(stream, own.where);
     order_behind_transfers(own.where.index, queue);
     const cuda::RelaxedCapture relaxed;
     own.layer.restore(own.step, from.data, inputs[0], given.options, queue);

@@ -42,7 +42,7 @@ struct DeviceMoePolicy {
   Rows gradient = Rows::kAuto;  // the same for the matmuls of backward
   // SMs of a combine of dx that runs beside the gradient of the first weights, which does not need it; 0: one after the other. The matmul takes these SMs as
   // they get free. Copied rows then take turns in the memory of `a`, in blocks of columns; whole_x: they have a buffer of their own, bf16 [S, row width]. bf16
-  // only, and not with resend_rows, whose rows lie where partials go, or column_blocks.
+  // only. Without effect with resend_rows, whose rows lie where partials go, with column_blocks, and between nodes, whose combine sends over rails.
   int combine_sms = 0;
   bool whole_x = false;
 };

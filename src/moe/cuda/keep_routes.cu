@@ -6,58 +6,12 @@
 //
 // Worked example, capacity 1, ids of tokens 0..3 {0, 1}, {0, 2}, {1, 0}, {1, 3}: kept {0, -}, {-, 2}, {1, -}, {-, 3}; 4 dropped.
 #include "core/cuda/ptx.cuh"
-#include "moe/cuda/sent_routes.h"
+#include "moe/cuda/keep_routes_parts.h"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-
-// Places [segments, E]: counts first, then how many routes of the expert lie before the segment.
-template <class Id>
-__global__ void __launch_bounds__(kThreads) moe_keep_routes_count(const KeepRoutes a) {
-  const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= a.T * a.K) return;
-  const auto id = static_cast<std::int64_t>(static_cast<const Id*>(a.ids)[at]);
-  const std::int64_t segment = at % a.K * keep_segments_of(a.T) + at / a.K / kKeepSegment;
-  if (id >= 0 && id < a.E) atomicAdd(a.places + segment * a.E + id, 1);
-}
-
-__device__ __forceinline__ int warp_inclusive_sum(int value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(ptx::kFullWarp, value, step);
-    if (lane >= step) value += below;
-  }
-  return value;
-}
-
-__global__ void __launch_bounds__(kThreads) moe_keep_routes_sum(const KeepRoutes a) {
-  __shared__ int num_valid;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  if (threadIdx.x == 0) num_valid = 0;
-  __syncthreads();
-  int own = 0;
-  for (std::int64_t t = threadIdx.x; t < a.T; t += kThreads) own += a.mask == nullptr || a.mask[t] == 0 ? 1 : 0;
-  own = static_cast<int>(ptx::redux_add(static_cast<unsigned>(own)));
-  if (lane == 0) atomicAdd(&num_valid, own);
-  __syncthreads();
-  const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (e >= a.E) return;
-  const double routes = static_cast<double>(num_valid) * static_cast<double>(a.K);
-  const auto capacity = static_cast<std::int64_t>(fmin(ceil(a.factor * routes / static_cast<double>(a.E)), routes));
-  if (e == 0 && lane == 0) a.dropped[1] = static_cast<std::int32_t>(capacity);
-  const std::int64_t segments = a.K * keep_segments_of(a.T);
-  int before = 0;
-  for (std::int64_t first = 0; first < segments; first += 32) {
-    const std::int64_t segment = first + lane;
-    std::int32_t* place = a.places + segment * a.E + e;
-    const int count = segment < segments ? *place : 0, sum = warp_inclusive_sum(count, lane);
-    if (segment < segments) *place = before + sum - count;
-    before += __shfl_sync(ptx::kFullWarp, sum, 31);
-  }
-  if (lane == 0 && before > capacity) atomicAdd(a.dropped, static_cast<std::int32_t>(before - capacity));
-}
 
 template <class Id>
 __global__ void __launch_bounds__(kThreads) moe_keep_routes_place(const KeepRoutes a) {
@@ -86,20 +40,19 @@ __global__ void __launch_bounds__(kThreads) moe_keep_routes_place(const KeepRout
   }
 }
 
-unsigned ctas(std::int64_t count, int per) { return static_cast<unsigned>((count + per - 1) / per); }
-
 template <class Id>
 void launch(const KeepRoutes& a, cudaStream_t stream) {
-  if (a.T > 0) moe_keep_routes_count<Id><<<ctas(a.T * a.K, kThreads), kThreads, 0, stream>>>(a);
-  moe_keep_routes_sum<<<ctas(a.E, kWarps), kThreads, 0, stream>>>(a);
-  if (a.T > 0) moe_keep_routes_place<Id><<<ctas(a.K * keep_segments_of(a.T), kWarps), kThreads, 0, stream>>>(a);
+  const std::int64_t segments = a.K * keep_segments_of(a.T);
+  moe_keep_routes_place<Id><<<static_cast<unsigned>((segments + kWarps - 1) / kWarps), kThreads, 0, stream>>>(a);
 }
 
 }  // namespace
 
 void launch_keep_routes(const KeepRoutes& a, cudaStream_t stream) {
   (void)cudaMemsetAsync(a.places, 0, keep_places(a.T, a.K, a.E) * sizeof(std::int32_t), stream);  // an error shows at the launch
-  a.id_bytes == 2 ? launch<std::int16_t>(a, stream) : launch<std::int32_t>(a, stream);
+  if (a.T > 0) launch_keep_routes_count(a, stream);
+  launch_keep_routes_sum(a, stream);
+  if (a.T > 0) a.id_bytes == 2 ? launch<std::int16_t>(a, stream) : launch<std::int32_t>(a, stream);
 }
 
 }  // namespace waybill::cuda

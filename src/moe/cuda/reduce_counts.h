@@ -9,10 +9,11 @@
 
 namespace waybill::cuda {
 
-// totals [n] = sum over the ranks of the group of counts [n]; global [E] = totals [first, first + E) + accumulated [E], where given.
+// totals [n] = sum over the ranks of the node of counts [n] (those of several nodes: sum_nodes.h); global [E] = totals [first, first + E) + accumulated [E],
+// where given.
 struct ReduceCountsArgs {
   LocalRanks ranks;
-  std::uint64_t window;  // [2 parities][P][n] i32
+  std::uint64_t window;  // [2 parities][ranks of the node][n] i32
   std::int32_t n, E, first;
   struct Rank {
     const std::int32_t* counts;

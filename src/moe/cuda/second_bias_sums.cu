@@ -4,11 +4,12 @@
 #include <cuda_bf16.h>
 
 #include "moe/cuda/second_bias.h"
+#include "ops/gemm/cuda/strip_sums.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int kLines = 16, kColumns = 8;
+constexpr int kLines = kStripLines, kColumns = kStripColumns;
 
 __device__ __forceinline__ void add_row(float (&sum)[kColumns], const uint4& row, float weight) {
   const unsigned words[4] = {row.x, row.y, row.z, row.w};
@@ -20,9 +21,9 @@ __device__ __forceinline__ void add_row(float (&sum)[kColumns], const uint4& row
 }
 
 __global__ void __launch_bounds__(32 * kLines) moe_second_bias_sums(const SecondBias a, float* d_b2, const bool accumulate) {
-  __shared__ float part[kLines][32 * kColumns];
+  __shared__ float part[kLines][kStripWidth];
   const int expert = static_cast<int>(blockIdx.y), lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * 32 * kColumns + kColumns * lane;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kStripWidth, column = first + kColumns * lane;
   const std::int64_t begin = min(static_cast<std::int64_t>(a.offsets[expert]), a.num_slots),
                      end = min(static_cast<std::int64_t>(a.offsets[expert + 1]), a.num_slots);
   float sum[kColumns] = {};
@@ -34,22 +35,14 @@ __global__ void __launch_bounds__(32 * kLines) moe_second_bias_sums(const Second
       add_row(sum, *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(a.dy) + row * a.W + column), a.weight[s]);
     }
   }
-  // Planes of 32 lanes: neighbours in a plane lie in neighbouring banks.
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) part[line][i * 32 + lane] = sum[i];
-  __syncthreads();
-  if (line >= kColumns || column >= a.W) return;  // line i adds up column i of each lane
-  float all = part[0][line * 32 + lane];
-  for (int l = 1; l < kLines; ++l) all += part[l][line * 32 + lane];
-  float& out = d_b2[expert * a.W + column + line];
-  out = accumulate ? out + all : all;
+  add_up_lines(sum, part, first, a.W, d_b2 + expert * a.W, accumulate);
 }
 
 }  // namespace
 
 void launch_second_bias_sums(const SecondBias& a, float* d_b2, bool accumulate, cudaStream_t stream) {
   if (a.L == 0) return;
-  const auto strips = static_cast<unsigned>((a.W + 32 * kColumns - 1) / (32 * kColumns));
+  const auto strips = static_cast<unsigned>((a.W + kStripWidth - 1) / kStripWidth);
   moe_second_bias_sums<<<dim3(strips, static_cast<unsigned>(a.L)), dim3(32, kLines), 0, stream>>>(a, d_b2, accumulate);
 }
 

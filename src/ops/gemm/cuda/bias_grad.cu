@@ -3,16 +3,17 @@
 // bits, with rows read in strips of 512 bytes. Grid (256 columns, groups), 32 x 16 threads: a thread has eight columns, a line every 16th row; the lines' sums
 // are added in order. Bytes: 2 rows n.
 #include "ops/gemm/cuda/gemm_portable.h"
+#include "ops/gemm/cuda/strip_sums.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int kLines = 16, kColumns = 8;
+constexpr int kLines = kStripLines, kColumns = kStripColumns;
 
 __global__ void __launch_bounds__(32 * kLines) bias_grad_bf16(const BiasGrad p) {
-  __shared__ float part[kLines][32 * kColumns];
+  __shared__ float part[kLines][kStripWidth];
   const int group = static_cast<int>(blockIdx.y), lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * 32 * kColumns + kColumns * lane;
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kStripWidth, column = first + kColumns * lane;
   const std::int64_t begin = min(max(static_cast<std::int64_t>(p.offsets[group]), std::int64_t{0}), p.num_rows);
   const std::int64_t end = min(max(static_cast<std::int64_t>(p.offsets[group + 1]), begin), p.num_rows);
   float sum[kColumns] = {};
@@ -27,15 +28,7 @@ __global__ void __launch_bounds__(32 * kLines) bias_grad_bf16(const BiasGrad p) 
       for (int i = 0; i < 4; ++i) sum[2 * i] += __uint_as_float(words[i] << 16), sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
     }
   }
-  // Planes of 32 lanes: neighbours in a plane lie in neighbouring banks.
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) part[line][i * 32 + lane] = sum[i];
-  __syncthreads();
-  if (line >= kColumns || column >= p.n) return;  // line i adds up column i of each lane
-  float all = part[0][line * 32 + lane];
-  for (int l = 1; l < kLines; ++l) all += part[l][line * 32 + lane];
-  float& out = p.d_bias[group * p.n + column + line];
-  out = p.accumulate ? out + all : all;
+  add_up_lines(sum, part, first, p.n, p.d_bias + group * p.n, p.accumulate);
 }
 
 }  // namespace
@@ -43,7 +36,7 @@ __global__ void __launch_bounds__(32 * kLines) bias_grad_bf16(const BiasGrad p) 
 bool takes_bias_grad_bf16(const BiasGrad& p) { return p.is_bf16 && p.n % kColumns == 0 && reinterpret_cast<std::uintptr_t>(p.dy) % 16 == 0; }
 
 void launch_bias_grad_bf16(const BiasGrad& p, cudaStream_t stream) {
-  const auto strips = static_cast<unsigned>((p.n + 32 * kColumns - 1) / (32 * kColumns));
+  const auto strips = static_cast<unsigned>((p.n + kStripWidth - 1) / kStripWidth);
   bias_grad_bf16<<<dim3(strips, static_cast<unsigned>(p.groups)), dim3(32, kLines), 0, stream>>>(p);
 }
 
