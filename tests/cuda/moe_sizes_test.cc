@@ -4,6 +4,7 @@
 
 #include "core/cuda/growable_buffer.h"
 #include "cuda/moe_harness.h"
+#include "moe/warning_log.h"
 
 namespace waybill::cuda {
 namespace {
@@ -39,6 +40,25 @@ mt::Batch with_replay(mt::Batch batch, const std::function<std::int32_t(std::int
 
 class MoeSizes : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, MoeSizes, ::testing::Values(1, 2, 4), ::testing::PrintToStringParamName());
+
+// Before any size is known: a step that cannot be rehearsed warns, and its kernels load while peers wait.
+TEST_P(MoeSizes, TheFirstStepIsRehearsedWithoutAComplaint) {
+  WB_NEEDS_GPU();
+  const int P = GetParam();
+  const MoeConfig base = gpu_config(16, 4, 100);
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kLayer}) {
+    for (const int sms : {0, 16}) {
+      const test::WarningLog log("loaded when they are launched");
+      MoeConfig c = base;
+      c.recompute = recompute;
+      MoeGpuOptions options;
+      options.layer.exact_sizes = true, options.layer.policy.combine_sms = sms;
+      GpuMoe layer(c, P, bf16_weights(c, 3), options);
+      layer.upload(bf16_batch(c, tokens_of(P, 50), 11)), layer.step();
+      EXPECT_THAT(log.lines(), ::testing::IsEmpty()) << "combine_sms " << sms;
+    }
+  }
+}
 
 TEST_P(MoeSizes, ExactSizesHaveTheBitsOfBudgetsOnHardRoutes) {
   WB_NEEDS_GPU();

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the layer warns of when it takes the dense-map path.
+// What the layer warns of.
 #pragma once
 
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "waybill/log.h"
 
 namespace waybill::test {
 
-// Warnings about the path between construction and destruction, made on any thread.
+// Warnings that hold `part`, between construction and destruction, made on any thread.
 class WarningLog {
  public:
-  WarningLog() {
+  explicit WarningLog(std::string part = "dense-map path") {
     forget_warnings();
-    set_log_callback([this](LogLevel level, const std::string& text) {
+    set_log_callback([this, part = std::move(part)](LogLevel level, const std::string& text) {
       const std::lock_guard lock(mutex_);
-      if (level == LogLevel::kWarning && text.find("dense-map path") != std::string::npos) lines_.push_back(text);
+      if (level == LogLevel::kWarning && text.find(part) != std::string::npos) lines_.push_back(text);
     });
   }
   ~WarningLog() { set_log_callback({}); }

@@ -81,6 +81,9 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   for (int i = 0; i < ranks.count; ++i) {
     slot_memory.push_back({GrowableBuffer(keeps_h() ? 0 : most.h, device), GrowableBuffer(keeps_a() ? 0 : most.a, device), GrowableBuffer(most.y, device),
                            GrowableBuffer(most.x, device)});
+    const SlotBytes least = bytes_of_slots(config, 1, options);  // as make_slot_memory() says
+    if (!keeps_h()) slot_memory.back().h.grow(least.h);
+    if (combines_beside(config, options)) slot_memory.back().y.grow(least.y);
   }
 }
 

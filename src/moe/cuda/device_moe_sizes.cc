@@ -14,6 +14,8 @@ void DeviceMoeLayer::Impl::make_slot_memory(Saved& saved) const {
   for (std::size_t i = 0; i < count(); ++i) {
     saved.slot_memory.push_back(
         {GrowableBuffer(keeps_h() ? most.h : 0, where.index), GrowableBuffer(keeps_a() ? most.a : 0, where.index), GrowableBuffer(), GrowableBuffer()});
+    // A step's least: the router, which writes d_logits there, checks its pointers when a first step is rehearsed, before any size is known.
+    if (keeps_h()) saved.slot_memory.back().h.grow(bytes_of_slots(config, 1, options).h);
   }
   saved.slots.assign(count(), 0);
   saved.headers = PinnedBuffer(count() * sizeof(HandleHeader)), saved.planned = std::make_unique<CudaEvent>(/*timing=*/false);
