@@ -84,8 +84,9 @@ void expect_bits_in_blocks(int P, const std::vector<int>& devices) {
     options.layer.exact_sizes = v.exact, options.layer.resend_rows = v.resend;
     options.accumulate = v.gradient == DType::kF32 && v.resend;
     GpuMoe reference(c, P, w, options);
-    for (const int blocks : {v.exact ? 2 : 3, 100}) {
-      options.layer.column_blocks = blocks;
+    for (const auto& [blocks, rows] : {std::pair(v.exact ? 2 : 3, DeviceMoePolicy::Rows::kPermute), std::pair(100, DeviceMoePolicy::Rows::kPermute),
+                                       std::pair(2, DeviceMoePolicy::Rows::kAuto)}) {  // few rows: through the list
+      options.layer.column_blocks = blocks, options.layer.policy.gradient = rows;
       GpuMoe gpu(c, P, w, options);
       for (std::uint64_t round = 0; round < 3; ++round) {
         const mt::Batch batch = bf16_batch(c, even(P, round == 1 ? 0 : 150), 9 + round);
@@ -96,6 +97,7 @@ void expect_bits_in_blocks(int P, const std::vector<int>& devices) {
         expect_same_bits(want, gpu.result(), fmt::format("P {}, latent {}, shared {}, {} blocks, round {}", P, v.latent, v.shared_F, blocks, round));
       }
     }
+    options.layer.policy.gradient = DeviceMoePolicy::Rows::kAuto;
   }
 }
 

@@ -39,7 +39,7 @@ namespace waybill::cuda {
 struct DeviceMoePolicy {
   enum class Rows : std::uint8_t { kAuto = 0, kGather = 1, kPermute = 2 };
   Rows forward = Rows::kAuto;   // how the first matmul finds its rows: through a list, or from a copy in expert order
-  Rows gradient = Rows::kAuto;  // the same for the matmuls of backward
+  Rows gradient = Rows::kAuto;  // the same for the matmuls of backward; with column_blocks of dW1 alone
   // SMs of a combine of dx that runs beside the gradient of the first weights, which does not need it; 0: one after the other. The matmul takes these SMs as
   // they get free. Copied rows then take turns in the memory of `a`, in blocks of columns; whole_x: they have a buffer of their own, bf16 [S, row width]. bf16
   // only. Without effect with resend_rows, whose rows lie where partials go, with column_blocks, and between nodes, whose combine sends over rails.
@@ -64,8 +64,9 @@ struct DeviceMoeOptions {
   // Backward sends the rows of x again instead of keeping them: all steps and directions share one row window (else 1 + num_steps). The same bits.
   bool resend_rows = false;
   // More than 1: results of the second matmul and gradients of rows are made and reduced in so many blocks of columns (of 64 at least), so that the largest
-  // buffer, bf16 [S, row width], takes one block. Combine begins when all are reduced; backward reads d_out through the list, and gradient rows have no copy.
-  // For memory, with exact_sizes and resend_rows; bf16 without expert biases. The same bits.
+  // buffer, bf16 [S, row width], takes one block. Combine begins when all are reduced; backward reads d_out through the list, gradient rows have no copy; rows
+  // of x are read through it, or copied block by block where experts have many (policy.gradient). For memory, with exact_sizes and resend_rows; bf16 without
+  // expert biases. The same bits.
   int column_blocks = 1;
   // Room for the dense-map path: 5 E bytes a token of the group and E floats an own one. Layers whose config always takes that path have it anyway
   // (force_dense_map, pad_to_capacity, K above 128, compact_fabric = false); with it a caller's map and, in eager mode, replayed routes that name an

@@ -133,7 +133,7 @@ void DeviceMoeLayer::Impl::copy_x(const Backward& b) {
 
 // dW1.
 void DeviceMoeLayer::Impl::first_weight_gradients(const Backward& b) {
-  if (in_blocks() || copies_x_in_blocks(config, options)) {
+  if ((in_blocks() && copies_block_rows()) || copies_x_in_blocks(config, options)) {
     std::vector<void*> copies;  // `a` is used up
     for (std::size_t i = 0; i < count(); ++i) copies.push_back(in_blocks() ? y(b.saved, i).data : a(b.saved, i).data);
     return first_weight_gradients_in_blocks(b, in_blocks() ? y_columns(config, options) : x_columns(config), copies);

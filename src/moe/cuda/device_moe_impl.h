@@ -153,6 +153,12 @@ struct DeviceMoeLayer::Impl {
     std::int64_t first, count;
   };
   bool in_blocks() const { return options.column_blocks > 1; }
+  // dW1 reads copies of the rows of x, block by block, or all of them through the list: that costs a matmul of short groups less than the copies do (measured).
+  bool copies_block_rows() const {
+    constexpr std::int64_t kShortGroup = 512;
+    const DeviceMoePolicy::Rows rows = options.policy.gradient;
+    return rows == DeviceMoePolicy::Rows::kPermute || (rows == DeviceMoePolicy::Rows::kAuto && config.T_max * config.K > kShortGroup * L);
+  }
   std::vector<ColumnBlock> column_blocks(std::int64_t width) const;
   void reduce_block(const Saved& saved, ColumnBlock block, cudaStream_t stream);
   void second_matmul_in_blocks(const Forward& f);
