@@ -167,9 +167,11 @@ area_exchange() {
 }
 # 18 to 47 ms a step and design: about five minutes with the peer. WAYBILL_MOE_OPTIONS, WAYBILL_MOE_LOADS and WAYBILL_MOE_PEER_OPTIONS replace the options.
 area_moe() {
-  measure "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:---ablation --f32}
-  if [ "$num_gpus" -gt 1 ]; then
-    if "$python" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" ${WAYBILL_MOE_PEER_OPTIONS:-} >"$work/torch_moe.log" 2>&1; then
+  measure "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:---ablation --f32 --wgrad-control}
+  local one_gpu=""
+  [ "$num_gpus" -gt 1 ] || one_gpu="--ranks 1 --ranks-per-gpu 2"  # as our two virtual ranks
+  if [ "$num_gpus" -ge 1 ]; then
+    if "$python" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" $one_gpu ${WAYBILL_MOE_PEER_OPTIONS:-} >"$work/torch_moe.log" 2>&1; then
       append "$work/torch_moe.jsonl" "$work/moe.jsonl"
     else
       note "peer torch moe" "skipped: torch did not run"

@@ -39,9 +39,8 @@ def table(records):
 def module_table(records):
     rows = ["| shape | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange not hidden, % | ceiling without it | steps |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for r in records:
-        if r["unit"] != "us":
-            continue
+    steps = [r for r in records if r["unit"] == "us" and r["op"] == "moe fwd+bwd"]
+    for r in steps:
         share = r["shares"].get("exchange") if "exchange_share" not in r else r["exchange_share"]
         predicted = f" (predicted {r['predicted_bytes'] / 2**30:.2f})" if r.get("predicted_bytes") else ""
         dropped = f", {r['dropped']} routes dropped" if r.get("dropped") else ""
@@ -50,7 +49,9 @@ def module_table(records):
             f"{r['peak_bytes'] / 2**30:.2f}{predicted} | {r['host_waits']} | {'-' if share is None else f'{100 * share:.1f}'} | "
             f"{'-' if share is None else f'{1 / (1 - share):.2f}'} | {r['iterations']} |"
         )
-    return rows
+    kinds = [kind for kind in dict.fromkeys(r["evidence"] for r in steps) if kind != "MoE module"]
+    kernels = [r for r in records if r["unit"] == "us" and r["op"] != "moe fwd+bwd"]
+    return [f"Evidence: {kind}." for kind in kinds] + [""] * bool(kinds) + rows + (["", *table(kernels)] if kernels else [])
 
 
 def rates(records):
