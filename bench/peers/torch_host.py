@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time that waybill.torch.MoE adds on a GPU: forward + backward in eager mode of a block of one token and 2 x 8 x 8 experts, and what it consists of.
 
-  python3 bench/peers/torch_host.py [--cores 4,1,0] [--rounds 3] [--json FILE]
+  python3 bench/peers/torch_host.py [--cores 4,1,0] [--rounds 3] [--graphed] [--json FILE]
 
 Medians of 1,000 calls a round, all kinds of calls taking turns; the device is waited for after every 10 turns.
   builtin, ctypes  torch.autograd.grad(block(x), (x, *parameters), d_out), with the functions of libwaybill_torch.so and with the pointers set by ctypes
-  library          of each such call, the time inside the C functions (kernels are queued there)
+  graphed          (--graphed) the same through torch.cuda.make_graphed_callables: a graph each way, x and d_out copied into it
+  library          of a call of the first two, the time inside the C functions (kernels are queued there)
   empty node       an autograd.Function of as many inputs that copies x and returns d_out
   same node        one that saves and returns as many tensors as the block does and allocates them, and does nothing else
   allocations      the six allocations alone
@@ -54,7 +55,7 @@ def nodes(torch):
     return Nothing, Same
 
 
-def make_calls(torch):
+def make_calls(torch, with_graphed):
     import timed_library
     import waybill.torch as wbt
     from waybill.torch import _fast, _plain
@@ -73,6 +74,11 @@ def make_calls(torch):
         block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
         block(x)
         room = block._cuda_calls[x.shape].bytes
+    if with_graphed:
+        block = wbt.MoE(block.config)
+        block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
+        block(x)
+        blocks["graphed"] = torch.cuda.make_graphed_callables(block, (torch.randn_like(x).requires_grad_(),))
     Nothing, Same = nodes(torch)
     calls = {form: lambda block=block: grad(block(x), wanted, d_out) for form, block in blocks.items()} | {
         "empty node": lambda: grad(Nothing.apply(x, *parameters), x, d_out),
@@ -118,13 +124,13 @@ def measure(torch, calls, forms, nanoseconds, count=1000):
     return result
 
 
-def run(number_of_cores, rounds):
+def run(number_of_cores, rounds, with_graphed):
     chosen, best, worst = cores.take_quiet(number_of_cores)
     import torch
 
     if not torch.cuda.is_available():
         sys.exit(f"PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
-    calls, forms, nanoseconds, graph = make_calls(torch)
+    calls, forms, nanoseconds, graph = make_calls(torch, with_graphed)
     print(f"PyTorch {torch.__version__}; cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
     record = {"torch": torch.__version__, "cores": chosen, "loop_us": [best, worst], "rounds": []}
     for _ in range(rounds):
@@ -148,15 +154,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=lambda text: [int(part) for part in text.split(",")], default=[4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--graphed", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     if len(args.cores) == 1:
-        records = [run(args.cores[0], args.rounds)]
+        records = [run(args.cores[0], args.rounds, args.graphed)]
     else:
         records = []
         for number in args.cores:
             with tempfile.NamedTemporaryFile() as file:
-                subprocess.run([sys.executable, __file__, "--cores", str(number), "--rounds", str(args.rounds), "--json", file.name], check=True)
+                subprocess.run([sys.executable, __file__, "--cores", str(number), "--rounds", str(args.rounds), "--json", file.name,
+                                *["--graphed"] * args.graphed], check=True)  # fmt: skip
                 records += json.load(file)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

@@ -229,6 +229,14 @@ def test_checkpointing_and_offload_keep_the_bits():
     assert equal([out, *torch.autograd.grad(out, [leaf, *block.parameters()], d_out)], want)
 
 
+def test_graphed_callables_have_the_bits_of_eager_calls():
+    block, (x, d_out, sample) = make(CONFIG), (rows(60, 64) for _ in range(3))
+    want = gradients(block, x, d_out)
+    graphed = torch.cuda.make_graphed_callables(block, (sample.requires_grad_(),))
+    other = gradients(graphed, sample.detach(), d_out)
+    assert equal(gradients(graphed, x, d_out), want) and not equal(other[:1], want[:1])
+
+
 def test_nothing_waits_and_graphs_replay_with_other_data():
     block, x, d_out = make(CONFIG), rows(128, 64), rows(128, 64)
     leaf = x.clone().requires_grad_()
