@@ -315,7 +315,8 @@ def main():
         record["shape"] = dict(zip("THEKF", SHAPES[args.shape]))
         record["forward"] = summary(take_turns({name: functools.partial(forward, *operands) for name, (forward, _) in calls.items()}, args.seconds / 3))
         record["forward_backward"] = summary(take_turns({name: functools.partial(both, *operands) for name, (_, both) in calls.items()}, args.seconds))
-        print(f"{args.shape} {record['shape']} a device, {args.devices} {args.platform} device(s), load {record['load']}, {'bfloat16' if on_gpu else 'float32'}; ms, equal results were checked first")
+        where, dtype = f"{args.devices} {args.platform} device(s)", "bfloat16" if on_gpu else "float32"
+        print(f"{args.shape} {record['shape']} a device, {where}, load {record['load']}, {dtype}; ms, equal results were checked first")
         ours = record["forward_backward"][next(iter(calls))]["median_ms"]
         for name in calls:
             both = record["forward_backward"][name]

@@ -81,4 +81,5 @@ def test_the_containerfile_has_the_packages_of_the_build():
     listed = re.search(r"^build_packages='(.*?)'$", (HOWTO.parents[1] / "scripts" / "setup.sh").read_text(encoding="utf-8"), re.M | re.S)
     wanted = {line.split("|")[0] for line in listed.group(1).splitlines()} - {"libspdlog-dev", "libcli11-dev"}  # of the command, which a wheel has not
     assert wanted <= build and {"python3", "python3-venv"} <= build & run, (wanted - build, run)
+    assert " -C " not in text, "Debian 12's pip 23.0 knows --config-settings only"
     assert "pip wheel /src" in text and "-m waybill doctor" in text and "COPY --from=build /wheels /wheels" in text

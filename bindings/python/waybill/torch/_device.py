@@ -224,8 +224,8 @@ def _split(names: str) -> tuple[str, ...]:
 def _moe(x: Tensor, parameters: list[Tensor], padding_mask: Optional[Tensor], seed: Optional[Tensor], names: str, layer: int,
          save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     owner = _layer(layer)
-    out, saved, ids, weights, counts, losses, status = owner.forward(x.to(torch.bfloat16).contiguous(), _split(names), tuple(parameters), padding_mask, seed, x.dtype,
-                                                                     save)  # fmt: skip
+    narrow = x.to(torch.bfloat16).contiguous()
+    out, saved, ids, weights, counts, losses, status = owner.forward(narrow, _split(names), tuple(parameters), padding_mask, seed, x.dtype, save)
     if padding_mask is not None and owner.has_losses:
         losses = losses * owner.share(padding_mask)
     return out, ids, weights, counts, losses, status, saved
