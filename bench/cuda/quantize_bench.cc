@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantiser benchmark: bytes read and written a second beside a plain device copy of the same run; prints a table, writes JSON lines.
-//   bench_cuda_quantize OUT.jsonl [--loads]     --loads: also the loads W0 to W9 of bench/shapes/loads.toml
+//   bench_cuda_quantize OUT.jsonl [--loads] [--part quantise|round|activated]     --loads: also the loads W0 to W9 of bench/shapes/loads.toml
 // Method "burst": after 15 ms of spinning 20 calls between two events, median of 5, over rotating buffers of 480 MB together, so that nothing is
 // read from the L2. Each result was checked before: codes and scales of 4,096 sampled elements against the CPU's conversions.
 #include <fmt/format.h>
@@ -17,9 +17,10 @@
 #include "core/cuda/device_buffer.h"
 #include "cuda/device_random.h"
 #include "cuda/gemm_spin.h"
+#include "ops/activation/cuda/activation_cuda.h"
 #include "ops/quantize/cuda/qdq.h"
 #include "ops/quantize/cuda/quantize_cuda.h"
-#include "waybill/quantize.h"
+#include "waybill/quantize_activated.h"
 #include "waybill/recipe.h"
 
 namespace waybill::cuda {
@@ -225,13 +226,120 @@ void measure_rounding(const std::string& name, std::int64_t S, std::int64_t C, c
   }
 }
 
+// SwiGLU's result and gradient quantised without being written, beside the activation kernel and the quantiser one after the other. Checked: all codes and
+// the gradient of the weights have the bits of the two.
+class ActivatedCase {
+ public:
+  ActivatedCase(std::int64_t S, std::int64_t F, const std::vector<std::int32_t>& offsets, const CudaStream& stream)
+      : S_(S),
+        F_(F),
+        stream_(stream),
+        plain_(S, 2 * F, offsets),
+        weight_(static_cast<std::size_t>(S) * 4),
+        da_(static_cast<std::size_t>(S * F) * 2),
+        wide_(static_cast<std::size_t>(S * F) * 4),
+        d_weight_(static_cast<std::size_t>(S) * 4),
+        sums_(static_cast<std::size_t>(S * ((F + 63) / 64)) * 4) {
+    fill_normal(da_.data(), DType::kBF16, static_cast<std::size_t>(S * F), 11, 1.0f, nullptr);
+    fill_normal(weight_.data(), DType::kF32, static_cast<std::size_t>(S), 12, 1.0f, nullptr);
+    rows_ = offsets.back();
+    for (std::size_t g = 0; g + 1 < offsets.size(); ++g) blocks_ += (offsets[g + 1] - offsets[g] + 127) / 128;
+  }
+  void measure(const std::string& name, double copy, bool is_gradient, bool has_both) {
+    const QuantConfig rows = fp8_rows(), columns{ElementFormat::kE4M3, ScaleFormat::kPowerOfTwo, ScaleRule::kRoundUp, 128, 1};
+    const Stream s{kGpu, stream_.get(), nullptr};
+    const std::int64_t C = is_gradient ? 2 * F_ : F_;
+    const auto out = [&](const QuantConfig& c, int i, bool turned) {
+      QuantizedView q = plain_.out(c, i, turned, !turned);
+      if (q.codes) q.codes = TensorView(q.codes.data, q.codes.dtype, {S_, C}, kGpu);
+      q.scales = TensorView(q.scales.data, DType::kF32, {q.scales.shape[0], turned ? C : (C + 127) / 128}, kGpu);
+      if (turned) q.turned = TensorView(q.turned.data, DType::kU8, {q.turned.shape[0], C, 128}, kGpu);
+      return q;
+    };
+    const auto fused = [&](int i) {
+      const ActivatedRows x = source(i, is_gradient);
+      if (!has_both) return quantize_activated(rows, x, plain_.offsets(), out(rows, i, false), s);
+      quantize_both_activated(rows, columns, x, plain_.offsets(), out(rows, i, false), out(columns, i, true), s);
+    };
+    const auto in_turn = [&](int i) {
+      const ActivatedRows x = source(i, is_gradient);
+      const TensorView wide = view_of(wide_, DType::kBF16, {S_, C});
+      const std::int32_t* num_rows = plain_.offsets().as<std::int32_t>() + plain_.offsets().shape[0] - 1;
+      if (is_gradient) {
+        activation_backward({}, x.h, weight_.as<float>(), x.da, wide, d_weight_.as<float>(), s, num_rows);
+      } else {
+        activation_forward({}, x.h, weight_.as<float>(), wide, s, num_rows);
+      }
+      if (!has_both) return quantize(rows, wide, plain_.offsets(), out(rows, i, false), s);
+      quantize_both(rows, columns, wide, plain_.offsets(), out(rows, i, false), out(columns, i, true), s);
+    };
+    const auto results = [&] {
+      std::vector<std::vector<unsigned char>> all;
+      const auto take = [&](const TensorView& v) {
+        if (!v) return;
+        all.emplace_back(static_cast<std::size_t>(v.size()) * size_bytes(v.dtype));
+        WB_TRY_CUDA(cudaMemcpy(all.back().data(), v.data, all.back().size(), cudaMemcpyDeviceToHost));
+      };
+      take(TensorView(out(rows, 0, false).codes.data, DType::kU8, {rows_, C}, kGpu)), take(valid_turned(out(columns, 0, true).turned));
+      if (is_gradient) take(TensorView(d_weight_.data(), DType::kF32, {rows_}, kGpu));
+      return all;
+    };
+    in_turn(0), stream_.synchronize();
+    const auto want = results();
+    for (const TensorView& v : {out(rows, 0, false).codes, out(columns, 0, true).turned}) {
+      WB_TRY_CUDA(cudaMemset(v.data, 0xa5, static_cast<std::size_t>(has_both || v.rank == 2 ? v.size() : 0)));
+    }
+    WB_TRY_CUDA(cudaDeviceSynchronize());
+    fused(0), stream_.synchronize();
+    const bool is_same = want == results();
+    const double n = static_cast<double>(rows_) * static_cast<double>(F_), codes = (has_both ? 2.0 + 8.0 / 128 : 1.0 + 4.0 / 128) * (is_gradient ? 2 : 1);
+    const char* what = is_gradient ? "dSwiGLU" : "SwiGLU";
+    const std::string variant = fmt::format("{} and {}, 128 2^n", what, has_both ? "both directions" : "rows");
+    const Timed one = time_burst(stream_, fused), two = time_burst(stream_, in_turn);
+    record(name, variant, n * ((is_gradient ? 6 : 4) + codes), one, copy, false, is_same);
+    fmt::print("{:<34} {:<30} {:8.1f} us one after the other\n", name, variant, two.us);
+  }
+
+ private:
+  TensorView valid_turned(TensorView turned) const {  // the blocks that the groups have
+    turned.shape[0] = blocks_;
+    return turned;
+  }
+  ActivatedRows source(int i, bool is_gradient) const {
+    ActivatedRows x;
+    x.h = plain_.x(i), x.weight = view_of(weight_, DType::kF32, {S_});
+    if (!is_gradient) return x;
+    x.da = view_of(da_, DType::kBF16, {S_, F_}), x.d_weight = view_of(d_weight_, DType::kF32, {S_});
+    x.partial_sums = view_of(sums_, DType::kF32, {S_, (F_ + 63) / 64});
+    return x;
+  }
+  std::int64_t S_, F_, rows_ = 0, blocks_ = 0;
+  const CudaStream& stream_;
+  Case plain_;
+  DeviceBuffer weight_, da_, wide_, d_weight_, sums_;
+};
+
+void measure_activated(const std::string& name, std::int64_t S, std::int64_t F, const std::vector<std::int32_t>& offsets, const CudaStream& stream) {
+  ActivatedCase c(S, F, offsets, stream);
+  const DeviceBuffer from(static_cast<std::size_t>(S * F) * 4), to(static_cast<std::size_t>(S * F) * 4);
+  const Timed copied =
+      time_burst(stream, [&](int) { WB_TRY_CUDA(cudaMemcpyAsync(to.data(), from.data(), from.bytes(), cudaMemcpyDeviceToDevice, stream.get())); });
+  const double copy = 2 * static_cast<double>(from.bytes()) / copied.us * 1e-6;
+  for (const bool is_gradient : {false, true}) {
+    for (const bool has_both : {false, true}) c.measure(name, copy, is_gradient, has_both);
+  }
+}
+
 int main_checked(int argc, char** argv) {
-  std::string path = "quantize.jsonl";
+  std::string path = "quantize.jsonl", part;
   bool with_loads = false;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--loads") {
       with_loads = true;
+    } else if (argument == "--part" && i + 1 < argc) {
+      part = argv[++i];
+      WB_CHECK(part == "quantise" || part == "round" || part == "activated", "--part takes quantise, round or activated, got {}", part);
     } else {
       WB_CHECK(!argument.starts_with("-"), "unknown option {}", argument);
       path = argument;
@@ -239,15 +347,23 @@ int main_checked(int argc, char** argv) {
   }
   g_out = std::fopen(path.c_str(), "w");
   WB_CHECK(g_out != nullptr, "cannot write {}", path);
-  register_quantize();
+  register_quantize(), register_activation();
   const CudaStream stream;
-  measure("8192x7168", 8192, 7168, {0, 8192}, stream);
+  const auto takes = [&](const char* name) { return part.empty() || part == name; };
   std::vector<std::int32_t> ragged(1, 0);
   for (int g = 0; g < 64; ++g) ragged.push_back(g == 63 ? 8192 : std::min(8192, ragged.back() + (g % 7 == 3 ? 0 : 61 + g * 37 % 173)));
-  measure("8192x7168, 64 ragged groups", 8192, 7168, ragged, stream);
-  measure("65536x2048, 64 groups", 65536, 2048, bench::load_offsets("even", 64, 1024), stream);
-  measure_rounding("8192x7168", 8192, 7168, {0, 8192}, stream);
-  measure_rounding("65536x2048, 64 groups", 65536, 2048, bench::load_offsets("even", 64, 1024), stream);
+  const std::vector<std::int32_t> even = bench::load_offsets("even", 64, 1024);
+  if (takes("quantise")) {
+    measure("8192x7168", 8192, 7168, {0, 8192}, stream);
+    measure("8192x7168, 64 ragged groups", 8192, 7168, ragged, stream);
+    measure("65536x2048, 64 groups", 65536, 2048, even, stream);
+  }
+  if (takes("round")) measure_rounding("8192x7168", 8192, 7168, {0, 8192}, stream), measure_rounding("65536x2048, 64 groups", 65536, 2048, even, stream);
+  if (takes("activated")) {
+    measure_activated("8192x7168", 8192, 7168, {0, 8192}, stream);
+    measure_activated("8192x7168, 64 ragged groups", 8192, 7168, ragged, stream);
+    measure_activated("65536x2048, 64 groups", 65536, 2048, even, stream);
+  }
   for (const char* load : bench::kWorkloads) {
     if (!with_loads) break;
     const std::vector<std::int32_t> offsets = bench::load_offsets(load, 64, 128);

@@ -254,6 +254,17 @@ class Ops(unittest.TestCase):
         _core.dequantize(config, codes_view, view(scales), view(back))
         self.assertEqual(back.tolist(), x.tolist())
 
+    def test_an_activation_is_quantised_from_its_inputs(self):
+        h, weight = floats(2, 2, values=[0, 3, 1000, 2]), array.array("f", [1, 0.25])  # silu(0) * 3, and silu(1000) * 2 weighted: 0 and 500
+        codes, scales = floats(2, 1, dtype="B"), floats(2, 1)
+        codes_view = view(codes)
+        codes_view.struct.dtype = _abi.F8E4M3
+        _core.quantize_activated(_core.quant_config(scale=1, block_columns=128), view(h), codes_view, view(scales), weight=view(weight))
+        self.assertEqual(codes.tolist(), [[0], [0x78]])  # 500 / 2 lies between 240 and 256
+        self.assertEqual(scales.tolist()[1], [2.0])
+        with self.assertRaisesRegex(ValueError, "activation"):
+            _core.quantize_activated(_core.quant_config(), view(h), codes_view, view(scales), activation=7)
+
     def test_expert_bias_moves_towards_balance(self):
         bias, counts = array.array("f", [0, 0, 0, 0]), array.array("q", [4, 0, 2, 2])
         waybill.update_expert_bias(bias, counts, 0.5)

@@ -51,6 +51,7 @@ int64_t wb_struct_size(const char* name) noexcept {
       WB_SIZE_OF(wb_moe_config),      WB_SIZE_OF(wb_moe_tensors),    WB_SIZE_OF(wb_moe_forward_options),
       WB_SIZE_OF(wb_moe_step_info),   WB_SIZE_OF(wb_train_progress), WB_SIZE_OF(wb_train_result),
       WB_SIZE_OF(wb_status_word),     WB_SIZE_OF(wb_process_group),  WB_SIZE_OF(wb_device_moe_outputs),
+      WB_SIZE_OF(wb_activated_rows),
   };
 #undef WB_SIZE_OF
   if (name == nullptr) return -1;

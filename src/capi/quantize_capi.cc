@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Low-precision formats.
 #include "convert.h"
-#include "waybill/quantize.h"
+#include "waybill/quantize_activated.h"
 
 using namespace waybill;
 using namespace waybill::capi;
@@ -51,6 +51,19 @@ wb_status wb_quantize(const wb_quant_config* config, const wb_tensor* x, const w
   return guarded([&] {
     const TensorView view = to_view(x, "x", Memory::kAny);
     quantize(to_quant_config(config), view, optional_view(offsets, "offsets"), to_quantized(out, "out"), stream_on(stream, view.device, "x"));
+  });
+}
+
+wb_status wb_quantize_activated(const wb_quant_config* config, const wb_activated_rows* x, const wb_tensor* offsets, const wb_quantized* out,
+                                const wb_stream* stream) noexcept {
+  return guarded([&] {
+    const wb_activated_rows given = read_struct(x, "x");
+    ActivatedRows rows;
+    rows.activation = {checked_enum(given.activation, Activation::kReluSquared, "activation"), given.activation_limit, given.activation_alpha};
+    rows.h = to_view(&given.h, "h", Memory::kAny), rows.weight = to_view(given.weight, "weight", Memory::kAny);
+    rows.da = to_view(given.da, "da", Memory::kAny), rows.d_weight = to_view(given.d_weight, "d_weight", Memory::kAny);
+    rows.partial_sums = to_view(given.partial_sums, "partial_sums", Memory::kAny), rows.wide = to_view(given.wide, "wide", Memory::kAny);
+    quantize_activated(to_quant_config(config), rows, optional_view(offsets, "offsets"), to_quantized(out, "out"), stream_on(stream, rows.h.device, "h"));
   });
 }
 

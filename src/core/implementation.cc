@@ -13,7 +13,7 @@ namespace waybill {
 namespace {
 
 // Every op that has a list of implementations.
-constexpr std::array<std::string_view, 5> kOps{"activation", "gemm", "gemm_activation", "quantize", "router"};
+constexpr std::array<std::string_view, 6> kOps{"activation", "gemm", "gemm_activation", "quantize", "quantize_activated", "router"};
 
 }  // namespace
 

@@ -82,6 +82,25 @@ TEST(CApiQuantize, AnMxBlockThereAndBack) {
   EXPECT_EQ(wb_quantize(&config, &from, nullptr, &out, nullptr), WB_INVALID_ARGUMENT);
 }
 
+// silu(0) * 3 = 0 and, weighted by a quarter, 1000 * 2: scales 2^-127 and 2.
+TEST(CApiQuantize, AnActivationIsQuantisedFromItsInputs) {
+  wb_quant_config config;
+  ASSERT_WB_OK(wb_quant_config_init(&config, sizeof(config)));
+  config.scale = WB_SCALE_POWER_OF_TWO, config.block_columns = 128;
+  float h[] = {0, 3, 1000, 2}, weight[] = {1, 0.25f}, scales[2] = {};
+  std::uint8_t codes[2] = {};
+  wb_quantized out = sized<wb_quantized>();
+  out.codes = tensor(codes, WB_F8E4M3, {2, 1}), out.scales = tensor(scales, WB_F32, {2, 1});
+  wb_activated_rows x = sized<wb_activated_rows>();
+  x.h = tensor(h, WB_F32, {2, 2}), x.weight = tensor(weight, WB_F32, {2});
+  ASSERT_WB_OK(wb_quantize_activated(&config, &x, nullptr, &out, nullptr));
+  EXPECT_EQ(codes[0], 0);
+  EXPECT_EQ(scales[1], 2.0f);
+  EXPECT_EQ(codes[1], 0x78);  // 256: 250 lies between 240 and 256
+  x.activation = 3;
+  EXPECT_EQ(wb_quantize_activated(&config, &x, nullptr, &out, nullptr), WB_INVALID_ARGUMENT);
+}
+
 TEST(CApiCore, StructSizesByName) {
   EXPECT_EQ(wb_struct_size("wb_tensor"), static_cast<std::int64_t>(sizeof(wb_tensor)));
   EXPECT_EQ(wb_struct_size("wb_moe_config"), static_cast<std::int64_t>(sizeof(wb_moe_config)));

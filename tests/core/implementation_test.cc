@@ -36,7 +36,8 @@ TEST(Implementation, ForceNamesOneEntryOfAnOp) {
 }
 
 TEST(Implementation, ForceOfAnUnknownOpIsRefusedWhicheverOpAsks) {
-  EXPECT_THAT(refusal_of("routr:ref"), HasSubstr("WB_FORCE names op 'routr', known are activation, gemm, gemm_activation, quantize, router"));
+  EXPECT_THAT(refusal_of("routr:ref"),
+              HasSubstr("WB_FORCE names op 'routr', known are activation, gemm, gemm_activation, quantize, quantize_activated, router"));
   EXPECT_THAT(refusal_of("router:ref,gem:portable"), HasSubstr("names op 'gem'"));
   EXPECT_THAT(refusal_of("router"), HasSubstr("WB_FORCE holds 'router', expected <op>:<implementation>"));
   EXPECT_EQ(refusal_of("gemm:portable"), "accepted");

@@ -35,7 +35,7 @@ TEST_F(CliTest, SelectionsAreShownOnceEachAndUnknownOpsAreRefused) {
   }
   const Outcome unknown = run_shell("WB_FORCE=routr:ref " + rest + (folder_ / "forced"));
   EXPECT_EQ(unknown.code, 2) << unknown.text;
-  EXPECT_THAT(unknown.text, HasSubstr("WB_FORCE names op 'routr', known are activation, gemm, gemm_activation, quantize, router"));
+  EXPECT_THAT(unknown.text, HasSubstr("WB_FORCE names op 'routr', known are activation, gemm, gemm_activation, quantize, quantize_activated, router"));
 }
 
 TEST_F(CliTest, BadInputIsOneLineAndExitCode2) {

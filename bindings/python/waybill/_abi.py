@@ -70,6 +70,11 @@ class Quantized(c.Structure):
     _fields_ = [("struct_size", u64), ("codes", Tensor), ("scales", Tensor), ("group_scales", Tensor)]
 
 
+class ActivatedRows(c.Structure):
+    _fields_ = [("struct_size", u64), ("activation", i32), ("activation_limit", f32), ("activation_alpha", f32), ("reserved", i32), ("h", Tensor),
+                ("weight", Tensor), ("da", Tensor), ("d_weight", Tensor), ("partial_sums", Tensor), ("wide", Tensor)]  # fmt: skip
+
+
 AllToAll = c.CFUNCTYPE(i32, c.c_void_p, c.c_void_p, p_i64, c.c_void_p, p_i64, c.c_void_p, i64)
 
 
@@ -133,6 +138,7 @@ STRUCTS = {
     "wb_quantized": Quantized, "wb_fabric_transport": FabricTransport, "wb_exchange_config": ExchangeConfig, "wb_dispatch_info": DispatchInfo,
     "wb_exchange_bytes": ExchangeBytes, "wb_moe_config": MoeConfig, "wb_moe_tensors": MoeTensors, "wb_moe_forward_options": MoeForwardOptions,
     "wb_moe_step_info": MoeStepInfo, "wb_process_group": ProcessGroup, "wb_device_moe_outputs": DeviceMoeOutputs,
+    "wb_activated_rows": ActivatedRows,
 }  # fmt: skip
 
 _handle, _out = c.c_void_p, c.POINTER(c.c_void_p)
@@ -166,6 +172,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_grouped_gemm_wgrad": (i32, [c.POINTER(GroupedGemmArgs), c.POINTER(Stream)]),
     "wb_quant_config_init": (i32, [c.POINTER(QuantConfig), u64]),
     "wb_quantize": (i32, [c.POINTER(QuantConfig), _tensor, _tensor, c.POINTER(Quantized), c.POINTER(Stream)]),
+    "wb_quantize_activated": (i32, [c.POINTER(QuantConfig), c.POINTER(ActivatedRows), _tensor, c.POINTER(Quantized), c.POINTER(Stream)]),
     "wb_dequantize": (i32, [c.POINTER(QuantConfig), c.POINTER(Quantized), _tensor, _tensor, c.POINTER(Stream)]),
     "wb_group_create": (i32, [i32, i64, i32, _out]),
     "wb_group_destroy": (None, [_handle]),

@@ -125,6 +125,18 @@ def quantize(config: _abi.QuantConfig, x: View, codes: View, scales: View, offse
     check(library().wb_quantize(c.byref(config), _ref(x), _ref(offsets), c.byref(out), _stream_ref(stream)))
 
 
+def quantize_activated(config: _abi.QuantConfig, h: View, codes: View, scales: View, *, activation: int = 0, limit: float = 7.0, alpha: float = 1.702,
+                       weight: View | None = None, da: View | None = None, d_weight: View | None = None, partial_sums: View | None = None,
+                       wide: View | None = None, offsets: View | None = None, group_scales: View | None = None,
+                       stream: _abi.Stream | None = None) -> None:  # fmt: skip
+    """Codes of weight * act(h) or, where da is given, of the gradient of h (waybill/quantize_activated.h). activation: 0 SwiGLU, 1 clamped, 2 ReLU^2."""
+    x = _abi.ActivatedRows(struct_size=c.sizeof(_abi.ActivatedRows), activation=activation, activation_limit=limit, activation_alpha=alpha, h=h.struct,
+                           weight=_struct(weight), da=_struct(da), d_weight=_struct(d_weight), partial_sums=_struct(partial_sums),
+                           wide=_struct(wide))  # fmt: skip
+    out = _abi.Quantized(struct_size=c.sizeof(_abi.Quantized), codes=codes.struct, scales=scales.struct, group_scales=_struct(group_scales))
+    check(library().wb_quantize_activated(c.byref(config), c.byref(x), _ref(offsets), c.byref(out), _stream_ref(stream)))
+
+
 def dequantize(config: _abi.QuantConfig, codes: View, scales: View, y: View, offsets: View | None = None, group_scales: View | None = None,
                stream: _abi.Stream | None = None) -> None:  # fmt: skip
     given = _abi.Quantized(struct_size=c.sizeof(_abi.Quantized), codes=codes.struct, scales=scales.struct, group_scales=_struct(group_scales))

@@ -55,6 +55,7 @@ void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const De
 void DeviceMoeLayer::Impl::recompute(const Backward& b) {
   if (config.recompute == Recompute::kNone) return;
   if (config.recompute == Recompute::kActivation) {
+    if (recipe && recipe->reads_h()) return;
     mark(Phase::kActivation, b.stream);
     for (std::size_t i = 0; i < count(); ++i) {
       activation_forward(config.activation, h(b.saved, i), slot_weights(b.saved, i).as<float>(), a(b.saved, i), on(b.stream),

@@ -22,6 +22,7 @@ ExpertSet DeviceMoeLayer::Impl::routed_set(const Saved& saved, std::size_t i) co
   const int t = config.expert_tensor_parallel, rank = exchange->node() * ranks.table.size + ranks.rank[i];  // a slice of an expert has an id of its own
   set.first_id = rank / t * L * t + rank % t, set.id_stride = t, set.status = status_word(i), set.scratch = scratch_at<unsigned char>(i, scratch_parts.recipe);
   set.x_turned = static_cast<unsigned char*>(y(saved, i).data), set.seed = saved.seed, set.device = where;
+  set.keeps_a = config.recompute == Recompute::kNone && recipe->fits_a(set);
   return set;
 }
 ExpertSet DeviceMoeLayer::Impl::shared_set(const Saved& saved, std::size_t i) const {
@@ -29,6 +30,7 @@ ExpertSet DeviceMoeLayer::Impl::shared_set(const Saved& saved, std::size_t i) co
                 RecipeWeight::kSharedW2};
   set.first_id = -1, set.status = status_word(i), set.scratch = scratch_at<unsigned char>(i, scratch_parts.recipe);
   set.x_turned = set.scratch + recipe->layout().left, set.seed = saved.seed, set.device = where;
+  set.keeps_a = config.recompute == Recompute::kNone && recipe->fits_a(set);
   return set;
 }
 
@@ -58,7 +60,7 @@ void DeviceMoeLayer::Impl::blocked_send(const Backward& b, std::span<const Devic
   fork(b.stream);
   send_to_experts(b, sent);  // first, so that its few CTAs find room
   for (std::size_t i = 0; i < count(); ++i) {
-    recipe->quantize_a(routed_set(b.saved, i), a(b.saved, i), side);
+    recipe->quantize_a(routed_set(b.saved, i), h(b.saved, i), slot_weights(b.saved, i), side);
     if (!options.resend_rows) recipe->quantize_x(routed_set(b.saved, i), sent_x(b.saved, i), side);
   }
   join(b.stream);
@@ -91,14 +93,16 @@ void DeviceMoeLayer::Impl::blocked_shared_hidden(std::span<const TensorView> x, 
 }
 
 void DeviceMoeLayer::Impl::blocked_shared_result(const Saved& saved, cudaStream_t stream) {
-  for (std::size_t i = 0; i < count(); ++i) recipe->second(shared_set(saved, i), shared_a(saved, i), forward_base(saved, i), config.latent > 0, stream);
+  for (std::size_t i = 0; i < count(); ++i) {
+    recipe->second(shared_set(saved, i), shared_h(saved, i), {}, shared_a(saved, i), forward_base(saved, i), config.latent > 0, stream);
+  }
 }
 
 void DeviceMoeLayer::Impl::blocked_shared_gradients(const Backward& b) {
   for (std::size_t i = 0; i < count(); ++i) {
     const ExpertSet set = shared_set(b.saved, i);
     const TensorView d_w1 = one_group(b.gradients[i].shared_w1), d_w2 = one_group(b.gradients[i].shared_w2);
-    recipe->quantize_a(set, shared_a(b.saved, i), b.stream);
+    recipe->quantize_a(set, shared_h(b.saved, i), {}, b.stream);
     recipe->second_gradients(set, {b.d_out[i], {}}, shared_a(b.saved, i), shared_h(b.saved, i), {}, {}, d_w2, adds_to(d_w2, b), b.stream);
     recipe->quantize_x(set, {b.x[i], {}}, b.stream);
     recipe->first_gradients(set, {b.x[i], {}}, shared_h(b.saved, i), d_w1, adds_to(d_w1, b), backward_base(b.saved, i), /*accumulate_rows=*/true, b.stream);

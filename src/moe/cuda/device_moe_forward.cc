@@ -89,7 +89,9 @@ void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, 
 void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
     if (recipe) {
-      recipe->second(routed_set(f.saved, i), a(f.saved, i), y(f.saved, i), /*accumulate=*/false, f.stream);
+      ExpertSet set = routed_set(f.saved, i);
+      set.keeps_a = set.keeps_a && f.options.training;
+      recipe->second(set, h(f.saved, i), slot_weights(f.saved, i), a(f.saved, i), y(f.saved, i), /*accumulate=*/false, f.stream);
     } else {
       GroupedGemmArgs args;
       args.a = a(f.saved, i), args.weights = f.parameters[i].w2, args.offsets = offsets(f.saved, i), args.y = y(f.saved, i), args.status = status_word(i);

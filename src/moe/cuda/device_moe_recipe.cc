@@ -5,6 +5,7 @@
 #include "core/cuda/device_buffer.h"
 #include "moe/recipe_operands.h"
 #include "waybill/grouped_gemm_activation.h"
+#include "waybill/quantize_activated.h"
 #include "waybill/quantize_gathered.h"
 
 namespace waybill::cuda {
@@ -74,6 +75,24 @@ void RecipeMatmuls::quantize_turned(const ExpertSet& set, const ListedRows& x, O
   } else {
     quantize(out.config, x.values, set.offsets, out.q, on(set, stream), set.status);
   }
+}
+
+bool RecipeMatmuls::fits_a(const ExpertSet& set) const {
+  return is_fp8() && max_block_rows(set.S, set.L, kBlock) * (kBlock + static_cast<std::int64_t>(sizeof(float))) <= set.S * 2;
+}
+
+// Biases' gradients read dh. The partial sums of d_weight lie where dy along the slots was.
+bool RecipeMatmuls::fuses_gradient(const ExpertSet& set) const {
+  const bool has_bias = config_.expert_bias && set.w1 == RecipeWeight::kW1;
+  return is_fp8() && !has_bias && set.F % kBlock == 0 && set.F <= 16 * set.W;
+}
+
+QuantizedOperand RecipeMatmuls::activation_operand(const ExpertSet& set, const TensorView& a) const {
+  QuantizedOperand x = turned_operand(set, Operand::kActivation, set.F, Side::kRight);
+  if (!set.keeps_a) return x;
+  x.q.turned.data = a.data;
+  x.q.scales.data = static_cast<unsigned char*>(a.data) + x.q.turned.size();
+  return x;
 }
 
 void RecipeMatmuls::wgrad(const ExpertSet& set, const QuantizedOperand& a, const QuantizedOperand& dy, const TensorView& d_weights, bool accumulate,
@@ -150,9 +169,7 @@ void RecipeMatmuls::first(const ExpertSet& set, const ListedRows& x, const Tenso
     args.a = quantize_rows(set, x, Operand::kActivation, stream), args.weights = weight_operand(set, set.w1, set.inner, set.W);
     args.offsets = set.offsets, args.y = h, args.bias = bias, args.status = set.status;
     part(set, /*is_product=*/true, stream);
-    quantized_gemm(args, on(set, stream));
-    part(set, /*is_product=*/false, stream);
-    return activation_forward(config_.activation, h, static_cast<const float*>(weight ? weight.data : nullptr), a, on(set, stream), num_rows(set));
+    return quantized_gemm(args, on(set, stream));
   }
   GroupedGemmActivationArgs args;
   args.product.a = widened(set, x, Operand::kActivation, Contraction::kColumns, 0, Side::kLeft, stream);
@@ -165,10 +182,20 @@ void RecipeMatmuls::first(const ExpertSet& set, const ListedRows& x, const Tenso
   grouped_gemm_activation(args, on(set, stream));
 }
 
-void RecipeMatmuls::second(const ExpertSet& set, const TensorView& a, const TensorView& y, bool accumulate, cudaStream_t stream) const {
+void RecipeMatmuls::second(const ExpertSet& set, const TensorView& h, const TensorView& weight, const TensorView& a, const TensorView& y, bool accumulate,
+                           cudaStream_t stream) const {
   if (is_fp8()) {
+    part(set, /*is_product=*/false, stream);
     QuantizedGemmArgs args;
-    args.a = quantize_rows(set, {a, {}}, Operand::kActivation, stream), args.weights = weight_operand(set, set.w2, set.W, set.F);
+    args.a = rows_operand(set, Operand::kActivation, set.F), args.weights = weight_operand(set, set.w2, set.W, set.F);
+    ActivatedRows x;
+    x.activation = config_.activation, x.h = h, x.weight = weight;
+    if (set.keeps_a) {
+      const QuantizedOperand turned = activation_operand(set, a);
+      quantize_both_activated(args.a.config, turned.config, x, set.offsets, args.a.q, turned.q, on(set, stream), set.status);
+    } else {
+      quantize_activated(args.a.config, x, set.offsets, args.a.q, on(set, stream), set.status);
+    }
     args.offsets = set.offsets, args.y = y, args.accumulate = accumulate, args.status = set.status;
     part(set, /*is_product=*/true, stream);
     return quantized_gemm(args, on(set, stream));
@@ -181,11 +208,24 @@ void RecipeMatmuls::second(const ExpertSet& set, const TensorView& a, const Tens
   grouped_gemm(args, on(set, stream));
 }
 
-void RecipeMatmuls::quantize_a(const ExpertSet& set, const TensorView& a, cudaStream_t stream) const {
-  if (is_fp8()) quantize_turned(set, {a, {}}, Operand::kActivation, Side::kRight, stream);
+void RecipeMatmuls::quantize_a(const ExpertSet& set, const TensorView& h, const TensorView& weight, cudaStream_t stream) const {
+  if (!is_fp8() || set.keeps_a) return;
+  const QuantizedOperand out = activation_operand(set, {});
+  ActivatedRows x;
+  x.activation = config_.activation, x.h = h, x.weight = weight;
+  quantize_activated(out.config, x, set.offsets, out.q, on(set, stream), set.status);
 }
 void RecipeMatmuls::quantize_x(const ExpertSet& set, const ListedRows& x, cudaStream_t stream) const {
   if (is_fp8()) quantize_turned(set, x, Operand::kActivation, Side::kX, stream);
+}
+
+void RecipeMatmuls::quantize_gradient(const ExpertSet& set, const TensorView& da, const TensorView& h, const TensorView& weight, const TensorView& d_weight,
+                                      cudaStream_t stream) const {
+  const QuantizedOperand rows = rows_operand(set, Operand::kGradient, set.inner), turned = turned_operand(set, Operand::kGradient, set.inner, Side::kRight);
+  ActivatedRows x;
+  x.activation = config_.activation, x.h = h, x.weight = weight, x.da = da, x.d_weight = d_weight;
+  x.partial_sums = TensorView(set.scratch + layout_.left, DType::kF32, {set.S, (set.F + 63) / 64}, set.device);
+  quantize_both_activated(rows.config, turned.config, x, set.offsets, rows.q, turned.q, on(set, stream), set.status);
 }
 
 void RecipeMatmuls::second_gradients(const ExpertSet& set, const ListedRows& dy, const TensorView& a, const TensorView& h, const TensorView& weight,
@@ -198,12 +238,13 @@ void RecipeMatmuls::second_gradients(const ExpertSet& set, const ListedRows& dy,
     } else {
       quantize_both(rows.config, turned.config, dy.values, set.offsets, rows.q, turned.q, on(set, stream), set.status);
     }
-    wgrad(set, turned_operand(set, Operand::kActivation, set.F, Side::kRight), turned, d_w2, accumulate, stream);
+    wgrad(set, activation_operand(set, a), turned, d_w2, accumulate, stream);
     QuantizedDgradArgs args;  // into the memory of a, which nothing reads any more
     args.dy = rows, args.weights = weight_operand(set, set.w2, set.W, set.F), args.offsets = set.offsets, args.da = a, args.status = set.status;
     part(set, /*is_product=*/true, stream);
     quantized_gemm_dgrad(args, on(set, stream));
     part(set, /*is_product=*/false, stream);
+    if (fuses_gradient(set)) return quantize_gradient(set, a, h, weight, d_weight, stream);
     return activation_backward(config_.activation, h, static_cast<const float*>(weight ? weight.data : nullptr), a, h,
                                static_cast<float*>(d_weight ? d_weight.data : nullptr), on(set, stream), num_rows(set));
   }
@@ -227,7 +268,7 @@ void RecipeMatmuls::first_gradients(const ExpertSet& set, const ListedRows& x, c
   if (is_fp8()) {
     part(set, /*is_product=*/false, stream);
     const QuantizedOperand rows = rows_operand(set, Operand::kGradient, set.inner), turned = turned_operand(set, Operand::kGradient, set.inner, Side::kRight);
-    quantize_both(rows.config, turned.config, dh, set.offsets, rows.q, turned.q, on(set, stream), set.status);
+    if (!fuses_gradient(set)) quantize_both(rows.config, turned.config, dh, set.offsets, rows.q, turned.q, on(set, stream), set.status);
     wgrad(set, turned_operand(set, Operand::kActivation, set.W, Side::kX), turned, d_w1, accumulate, stream);
     QuantizedDgradArgs args;
     args.dy = rows, args.weights = weight_operand(set, set.w1, set.inner, set.W), args.offsets = set.offsets, args.da = d_rows;

@@ -3,7 +3,8 @@
 // src/moe/recipe_operands.cc does, in scratch that is booked by config alone.
 //
 //   fp8            codes and scales, 8-bit matrix instructions. Rows are quantised as the list of the exchange finds them, both ways from one read where
-//                  a tensor is contracted both ways; weights once a forward, as they lie and turned
+//                  a tensor is contracted both ways; weights once a forward, as they lie and turned. The activation and its gradient are quantised from
+//                  h: neither is written, but for the gradient where biases need it or F does not fit the blocks
 //   mxfp8, nvfp4   operands rounded and widened to bf16 again, bf16 kernels
 #pragma once
 
@@ -44,6 +45,7 @@ struct ExpertSet {
   std::int64_t first_id = 0, id_stride = 1;  // of random numbers: the global ids of the groups
   StatusWord* status = nullptr;
   unsigned char* x_turned = nullptr;  // fp8: x along the slots; its scales: RecipeLayout::x_scales where this is not `left`
+  bool keeps_a = false;               // fp8: the memory of `a` holds the activation along the slots from forward to backward
   unsigned char* scratch = nullptr;   // by RecipeLayout
   SeedSource seed{};
   Device device{};
@@ -63,16 +65,21 @@ class RecipeMatmuls {
 
   // The copies that every product below reads; from `which` on, bf16 [L, N, C].
   void quantize_weights(const TensorView& w, RecipeWeight which, const ExpertSet& set, cudaStream_t stream) const;
-  // h [S, inner] (keep_h: it is needed later) and a [S, F] = weight * act(h). bias [L, inner] f32, or null.
+  // h [S, inner] (keep_h: it is needed later) and, but for fp8, a [S, F] = weight * act(h). bias [L, inner] f32, or null.
   void first(const ExpertSet& set, const ListedRows& x, const TensorView& h, bool keep_h, const TensorView& a, const TensorView& weight, const TensorView& bias,
              cudaStream_t stream) const;
-  // y [S, W] (+)= a W2^T.
-  void second(const ExpertSet& set, const TensorView& a, const TensorView& y, bool accumulate, cudaStream_t stream) const;
-  // fp8: operands along the slots that second_gradients() (a) and first_gradients() (x) then find. They may be made on another stream, beside what brings dy.
-  // The others' are made there.
-  void quantize_a(const ExpertSet& set, const TensorView& a, cudaStream_t stream) const;
+  // y [S, W] (+)= (weight * act(h)) W2^T. fp8 reads h, and writes a where the set keeps it; the others read a.
+  void second(const ExpertSet& set, const TensorView& h, const TensorView& weight, const TensorView& a, const TensorView& y, bool accumulate,
+              cudaStream_t stream) const;
+  // Whether codes along the slots and their scales fit the memory of a: ExpertSet::keeps_a may be set.
+  bool fits_a(const ExpertSet& set) const;
+  // Whether the matmuls read h where others read a.
+  bool reads_h() const { return is_fp8(); }
+  // fp8: operands along the slots that second_gradients() (the activation, unless the set keeps it) and first_gradients() (x) then find. They may be made on
+  // another stream, beside what brings dy. The others' are made there.
+  void quantize_a(const ExpertSet& set, const TensorView& h, const TensorView& weight, cudaStream_t stream) const;
   void quantize_x(const ExpertSet& set, const ListedRows& x, cudaStream_t stream) const;
-  // d_w2; h becomes its gradient, a is used up; d_weight [S] where given.
+  // d_w2; h becomes its gradient, or that is quantised where first_gradients() finds it; a is used up; d_weight [S] where given.
   void second_gradients(const ExpertSet& set, const ListedRows& dy, const TensorView& a, const TensorView& h, const TensorView& weight,
                         const TensorView& d_weight, const TensorView& d_w2, bool accumulate, cudaStream_t stream) const;
   // d_w1; d_rows [S, W] (+)= dh W1.
@@ -84,6 +91,10 @@ class RecipeMatmuls {
 
  private:
   enum class Side { kLeft, kRight, kX };
+  bool fuses_gradient(const ExpertSet& set) const;
+  void quantize_gradient(const ExpertSet& set, const TensorView& da, const TensorView& h, const TensorView& weight, const TensorView& d_weight,
+                         cudaStream_t stream) const;
+  QuantizedOperand activation_operand(const ExpertSet& set, const TensorView& a) const;  // along the slots
   bool is_fp8() const { return config_.recipe.kind == Recipe::kFP8; }
   void part(const ExpertSet& set, bool is_product, cudaStream_t stream) const;
   QuantConfig format(Operand operand, Contraction contraction) const { return operand_format(config_.recipe, operand, contraction); }

@@ -237,14 +237,22 @@ Tensor gathered_rows(const TensorView& x, const TensorView& rows) {
   return copy;
 }
 
-void check_both(const QuantConfig& rows, const QuantConfig& columns) {
+}  // namespace
+
+namespace detail {
+
+void check_quantize(const QuantConfig& config, const TensorView& wide, const TensorView& offsets, const QuantizedView& out) {
+  check(config, wide, offsets, out, true);
+}
+
+void check_quantize_both(const QuantConfig& rows, const QuantConfig& columns) {
   WB_CHECK(rows.block_rows == 1 && columns.block_columns == 1 && rows.block_columns == columns.block_rows && rows.element == columns.element &&
                rows.scale == columns.scale && rows.rule == columns.rule,
            "quantize_both: blocks of 1 x B and B x 1 of one format are quantized together, got {} x {} and {} x {}", rows.block_rows, rows.block_columns,
            columns.block_rows, columns.block_columns);
 }
 
-}  // namespace
+}  // namespace detail
 
 void quantize_gathered(const QuantConfig& config, const TensorView& x, const TensorView& rows, const TensorView& offsets, const QuantizedView& out,
                        Stream stream, StatusWord* status) {
@@ -263,7 +271,7 @@ void quantize(const QuantConfig& config, const TensorView& x, const TensorView& 
 
 void quantize_both(const QuantConfig& rows, const QuantConfig& columns, const TensorView& x, const TensorView& offsets, const QuantizedView& rows_out,
                    const QuantizedView& columns_out, Stream stream, StatusWord* status) {
-  check_both(rows, columns);
+  detail::check_quantize_both(rows, columns);
   check(rows, x, offsets, rows_out, true);
   check(columns, x, offsets, columns_out, true);
   if (x.device.type != DeviceType::kCpu) return quantize_device({&rows, &rows_out, &columns, &columns_out, x, offsets, stream, status});
@@ -275,7 +283,7 @@ void quantize_both_gathered(const QuantConfig& rows, const QuantConfig& columns,
                             const QuantizedView& rows_out, const QuantizedView& columns_out, Stream stream, StatusWord* status) {
   WB_CHECK(x.rank == 2, "quantize: the tensor must be [rows, C], got {}", x.describe());
   if (x.device.type == DeviceType::kCpu) return quantize_both(rows, columns, gathered_rows(x, list), offsets, rows_out, columns_out, stream, status);
-  check_both(rows, columns);
+  detail::check_quantize_both(rows, columns);
   const TensorView listed = as_listed(x, list);
   check(rows, listed, offsets, rows_out, true);
   check(columns, listed, offsets, columns_out, true);

@@ -124,6 +124,9 @@ __device__ __forceinline__ float reciprocal_of(float divisor, std::uint32_t amax
   return amax < kInfinityBits && divisor >= 0x1p-80f && divisor <= 0x1p120f ? __frcp_rn(divisor) : 0.0f;
 }
 
+// Of a group's scale; 0 where it is out of divide()'s range.
+__device__ __forceinline__ float group_reciprocal(float group) { return group >= 0x1p-80f && group <= 0x1p100f ? __frcp_rn(group) : 0.0f; }
+
 template <ElementFormat kFormat>
 __device__ __forceinline__ BlockScale block_scale(std::uint32_t amax, ScaleFormat format, ScaleRule rule, float group) {
   const float finite = __uint_as_float(min(amax, kLargestFloatBits));

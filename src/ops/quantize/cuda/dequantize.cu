@@ -9,6 +9,7 @@
 
 #include "ops/quantize/cuda/codec.cuh"
 #include "ops/quantize/cuda/group_table.cuh"
+#include "ops/quantize/cuda/launch_grid.h"
 #include "ops/quantize/cuda/wide_rows.cuh"
 
 namespace waybill::cuda {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_eight(const WideRows& y, const CodedRows& 
     }
   }
   if (kFormat == ElementFormat::kE2M1 && in.scale == ScaleFormat::kE4M3) {
-    const float reciprocal = group >= 0x1p-80f && group <= 0x1p100f ? __frcp_rn(group) : 0.0f;
+    const float reciprocal = group_reciprocal(group);
 #pragma unroll
     for (float& value : v) value = reciprocal != 0 ? divide(value, group, reciprocal) : __fdiv_rn(value, group);
   }
@@ -161,7 +162,7 @@ void launch(const WideRows& y, const CodedRows& in, cudaStream_t stream) {
                       reinterpret_cast<std::uintptr_t>(in.scales) % 8 == 0;
   grid.needs_groups = kBlockRows > 1 || in.scale == ScaleFormat::kE4M3;
   const std::int64_t units = y.rows * grid.segments, per_cta = kWarps * kUnderWay<kFormat, kBlockRows>;
-  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? 132 * 8 : 1 << 30));
+  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? num_sms() * 8 : 1 << 30));
   const auto shared = static_cast<unsigned>(grid.needs_groups ? GroupTable::bytes(y.groups, 1) : 0u);
   dequantize<kFormat, kBlockRows><<<ctas, kThreads, shared, stream>>>(y, in, grid);
 }

@@ -4,12 +4,13 @@
 // launch turns magnitudes into scales. A NaN counts for nothing here: it spoils its block only.
 #include "ops/quantize/cuda/codec.cuh"
 #include "ops/quantize/cuda/group_table.cuh"
+#include "ops/quantize/cuda/launch_grid.h"
 #include "ops/quantize/cuda/wide_rows.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int kThreads = 256, kRows = 8, kGrid = 132 * 8, kUnderWay = 4;
+constexpr int kThreads = 256, kRows = 8, kUnderWay = 4;
 
 __device__ __forceinline__ std::uint32_t number(std::uint32_t bits) {
   const std::uint32_t magnitude = bits & kMagnitudeBits;
@@ -73,8 +74,8 @@ void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t st
   if (x.rows > 0 && x.columns > 0) {
     const std::int64_t per = x.is_bf16 ? 8 : 4;
     const bool is_wide = x.columns % per == 0 && x.stride % per == 0 && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0;
-    group_scales_amax<<<kGrid, kThreads, static_cast<unsigned>(GroupTable::bytes(x.groups, 0)), stream>>>(x, reinterpret_cast<std::uint32_t*>(group_scales),
-                                                                                                          is_wide);
+    group_scales_amax<<<static_cast<unsigned>(num_sms() * 8), kThreads, static_cast<unsigned>(GroupTable::bytes(x.groups, 0)), stream>>>(
+        x, reinterpret_cast<std::uint32_t*>(group_scales), is_wide);
   }
   launch_group_scales_finish(group_scales, x.groups, stream);
 }

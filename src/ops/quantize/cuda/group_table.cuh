@@ -7,10 +7,12 @@
 
 namespace waybill::cuda {
 
-// Lets a kernel have more than 48 KiB of shared memory where its tables need it.
+// Lets a kernel have more than 48 KiB of shared memory where its tables need it, and as many CTAs an SM as fit.
 template <class Kernel>
 void allow_shared(Kernel kernel, std::size_t bytes) {
-  if (bytes > 48 * 1024) (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 128 * 1024);
+  if (bytes <= 48 * 1024) return;
+  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 192 * 1024);
+  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 class GroupTable {

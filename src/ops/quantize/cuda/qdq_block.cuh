@@ -39,7 +39,4 @@ __device__ __forceinline__ std::uint32_t encode_in_block(float value, const Bloc
   return encode_e2m1(element);
 }
 
-// 0 where the group's scale is out of divide()'s range.
-__device__ __forceinline__ float group_reciprocal(float group) { return group >= 0x1p-80f && group <= 0x1p100f ? __frcp_rn(group) : 0.0f; }
-
 }  // namespace waybill::cuda

@@ -1,72 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // qdq.h, blocks along the rows: 32 x 1 (MXFP8), 16 x 1 (NVFP4, rotated or not) and 16 x 16 (NVFP4). Grid: persistent, 256 threads; a warp takes 32 rows of
 // a group x 64 columns, a lane 16 rows x 4 columns in registers: a rotation and a column's block of 16 never leave the lane. Bytes: x once, y once.
-#include <algorithm>
-
-#include "ops/quantize/cuda/group_table.cuh"
-#include "ops/quantize/cuda/qdq_block.cuh"
+#include "ops/quantize/cuda/qdq_tile.cuh"
 #include "ops/quantize/cuda/wide_codes.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kRows = 32, kColumns = 64, kLaneRows = 16, kLaneColumns = 4;
-constexpr std::uint64_t kHadamardStream = 0x100;  // beside the streams of draws
-
 enum class Shape : int { k32x1, k16x1, k16x16 };
-
-// A lane's place: rows of the group from `first` on, of which `valid` exist and `written` are stored.
-struct Place {
-  int group, column, valid, written;
-  std::int64_t first, y0;
-};
-
-// A lane's values: word c / 2 of row i holds columns c and c + 1.
-struct Values {
-  std::uint32_t w[kLaneRows][2];
-  __device__ __forceinline__ float value(int i, int c) const { return __uint_as_float(c % 2 == 0 ? w[i][c / 2] << 16 : w[i][c / 2] & 0xffff0000u); }
-};
-
-__device__ __forceinline__ Place load(const QdqCall& p, const GroupTable& table, std::int64_t unit, int column_tiles, Values& x) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, block = static_cast<int>(unit / column_tiles), half = lane / 16 * kLaneRows;
-  Place at;
-  at.column = static_cast<int>(unit - static_cast<std::int64_t>(block) * column_tiles) * kColumns + lane % 16 * kLaneColumns;
-  at.group = table.group_of_block(block);
-  const int begin = (block - table.first_block(at.group)) * kRows, first_row = table.first_row(at.group), left = table.end_row(at.group) - first_row - begin;
-  at.first = begin + half, at.valid = min(max(left - half, 0), kLaneRows);
-  at.written = p.hadamard && at.valid > 0 ? kLaneRows : at.valid;
-  at.y0 = (p.hadamard ? static_cast<std::int64_t>(table.first_block<1>(at.group)) * kLaneRows : first_row) + at.first;
-  const std::int64_t own = lane < left ? source_row(p.x, first_row + begin + lane) : -1;  // of row `lane` of the 32
-#pragma unroll
-  for (int i = 0; i < kLaneRows; ++i) {
-    const int source = __shfl_sync(ptx::kFullWarp, static_cast<int>(own), half + i);
-    uint2 v = make_uint2(0, 0);
-    if (source >= 0 && at.column < p.x.columns) v = ptx::ld_stream_v2(static_cast<const std::uint16_t*>(p.x.data) + source * p.x.stride + at.column);
-    x.w[i][0] = v.x, x.w[i][1] = v.y;
-  }
-  return at;
-}
-
-// H D of a column's 16 rows; the order of the additions is that of hadamard_rows_ref().
-__device__ __forceinline__ void rotate(float (&v)[kLaneRows], std::uint32_t signs) {
-#pragma unroll
-  for (int i = 0; i < kLaneRows; ++i) v[i] = __fmul_rn((signs >> i & 1u) != 0 ? -0.25f : 0.25f, v[i]);
-#pragma unroll
-  for (int half = 1; half < kLaneRows; half *= 2) {
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      if ((i & half) != 0) continue;
-      const float a = v[i], b = v[i + half];
-      v[i] = __fadd_rn(a, b), v[i + half] = __fsub_rn(a, b);
-    }
-  }
-}
-
-__device__ __forceinline__ void take_column(const Values& x, int c, bool rotates, std::uint32_t signs, float (&v)[kLaneRows]) {
-#pragma unroll
-  for (int i = 0; i < kLaneRows; ++i) v[i] = x.value(i, c);
-  if (rotates) rotate(v, signs);
-}
 
 // Bits of the largest magnitude of each pair of columns, packed as the values are.
 __device__ __forceinline__ std::uint32_t largest_pair(const Values& x, int pair) {
@@ -174,54 +115,17 @@ __global__ void __launch_bounds__(kThreads, 2) qdq_columns(const __grid_constant
   }
 }
 
-// A NaN counts for nothing, it spoils its block only.
-__global__ void __launch_bounds__(kThreads, 2) qdq_rotated_largest(const __grid_constant__ QdqCall p) {
-  extern __shared__ int memory[];
-  GroupTable table;
-  table.build<kRows, kLaneRows>(p.x, memory);
-  const auto signs = static_cast<std::uint16_t>(random_u64(seed_of(p), kHadamardStream + p.draws));
-  const int column_tiles = (p.x.columns + kColumns - 1) / kColumns;
-  const std::int64_t units = static_cast<std::int64_t>(table.num_blocks()) * column_tiles;
-  for (std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; unit < units;
-       unit += static_cast<std::int64_t>(gridDim.x) * kWarps) {
-    Values x;
-    const Place at = load(p, table, unit, column_tiles, x);
-    std::uint32_t amax = 0;
-#pragma unroll
-    for (int c = 0; c < kLaneColumns; ++c) {
-      float v[kLaneRows];
-      take_column(x, c, true, signs, v);
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        const std::uint32_t magnitude = __float_as_uint(v[i]) & kMagnitudeBits;
-        if (magnitude <= kInfinityBits) amax = max(amax, magnitude);
-      }
-    }
-    amax = ptx::redux_max(amax);
-    if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<std::uint32_t*>(p.group_scales) + at.group, amax);
-  }
-}
-
-template <class Kernel>
-void launch(Kernel kernel, const QdqCall& p, cudaStream_t stream) {
-  const std::int64_t units = (p.x.rows / kRows + p.x.groups) * ((p.x.columns + kColumns - 1) / kColumns);
-  const std::size_t bytes = GroupTable::bytes(p.x.groups, 2);
-  allow_shared(kernel, bytes);
-  kernel<<<static_cast<unsigned>(std::clamp<std::int64_t>((units + kWarps - 1) / kWarps, 1, 132 * 2)), kThreads, bytes, stream>>>(p);
-}
-
 }  // namespace
 
 void launch_qdq_columns(const QdqCall& p, cudaStream_t stream) {
   constexpr ElementFormat kFp4 = ElementFormat::kE2M1;
-  if (p.element == ElementFormat::kE4M3) return launch(qdq_columns<ElementFormat::kE4M3, Shape::k32x1, false, false>, p, stream);
-  if (p.block_columns == 16) return launch(qdq_columns<kFp4, Shape::k16x16, false, false>, p, stream);
+  if (p.element == ElementFormat::kE4M3) return launch_tiles(qdq_columns<ElementFormat::kE4M3, Shape::k32x1, false, false>, p, stream);
+  if (p.block_columns == 16) return launch_tiles(qdq_columns<kFp4, Shape::k16x16, false, false>, p, stream);
   if (p.hadamard) {
-    return p.stochastic ? launch(qdq_columns<kFp4, Shape::k16x1, true, true>, p, stream) : launch(qdq_columns<kFp4, Shape::k16x1, true, false>, p, stream);
+    return p.stochastic ? launch_tiles(qdq_columns<kFp4, Shape::k16x1, true, true>, p, stream)
+                        : launch_tiles(qdq_columns<kFp4, Shape::k16x1, true, false>, p, stream);
   }
-  p.stochastic ? launch(qdq_columns<kFp4, Shape::k16x1, false, true>, p, stream) : launch(qdq_columns<kFp4, Shape::k16x1, false, false>, p, stream);
+  p.stochastic ? launch_tiles(qdq_columns<kFp4, Shape::k16x1, false, true>, p, stream) : launch_tiles(qdq_columns<kFp4, Shape::k16x1, false, false>, p, stream);
 }
-
-void launch_qdq_rotated_largest(const QdqCall& p, cudaStream_t stream) { launch(qdq_rotated_largest, p, stream); }
 
 }  // namespace waybill::cuda

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "ops/quantize/cuda/group_table.cuh"
+#include "ops/quantize/cuda/launch_grid.h"
 #include "ops/quantize/cuda/qdq_block.cuh"
 #include "ops/quantize/cuda/wide_codes.cuh"
 #include "ops/quantize/cuda/wide_piece.cuh"
@@ -107,7 +108,7 @@ template <ElementFormat kFormat, bool kStochastic>
 void launch(const QdqCall& p, cudaStream_t stream) {
   const int segments = (p.x.columns + kWarpColumns - 1) / kWarpColumns;
   const std::int64_t per_cta = kWarps * kUnderWay<kStochastic>, turns = std::max<std::int64_t>((p.x.rows * segments + per_cta - 1) / per_cta, 1);
-  const std::int64_t ctas = std::min<std::int64_t>(turns, 132 * 8);
+  const std::int64_t ctas = std::min<std::int64_t>(turns, num_sms() * 8);
   const std::size_t bytes = GroupTable::bytes(p.x.groups, 1);
   allow_shared(qdq_rows<kFormat, kStochastic>, bytes);
   qdq_rows<kFormat, kStochastic><<<static_cast<unsigned>(ctas), kThreads, bytes, stream>>>(p, segments, static_cast<int>((turns + ctas - 1) / ctas));

@@ -49,8 +49,10 @@ inline constexpr int kMaxQuantizeGroups = 4096;
 void launch_quantize_portable(const WideRows& x, const CodedRows& out, cudaStream_t stream);
 // y = element * scale (/ the group's scale).
 void launch_dequantize(const WideRows& y, const CodedRows& in, cudaStream_t stream);
-// The same where dequantize_wide.cu has a kernel for it; false: nothing was launched.
+// The same where there is a kernel at the speed of a copy (dequantize_wide.cc); false: nothing was launched.
 bool launch_dequantize_wide(const WideRows& y, const CodedRows& in, cudaStream_t stream);
+void launch_widen_rows(const WideRows& y, const CodedRows& in, cudaStream_t stream);  // for calls that it has accepted
+void launch_widen_columns(const WideRows& y, const CodedRows& in, cudaStream_t stream);
 
 // NVFP4's first pass: the scale of each group. group_scales [groups]: zeros before the launch.
 void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t stream);

@@ -4,8 +4,8 @@
 // matter for the number of rows, NVFP4's group scales and swizzled scales only. Bytes: x once, codes and scales once.
 #include <algorithm>
 
-#include "ops/quantize/cuda/group_table.cuh"
-#include "ops/quantize/cuda/wide_piece.cuh"
+#include "ops/quantize/cuda/launch_grid.h"
+#include "ops/quantize/cuda/quantize_rows_piece.cuh"
 #include "ops/quantize/cuda/wide_rows.cuh"
 
 namespace waybill::cuda {
@@ -20,40 +20,6 @@ struct RowsGrid {
   int segments;  // of kWarpColumns a row
   bool needs_groups;
 };
-
-template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
-__device__ __forceinline__ void quantize_piece(const WideRows& x, const CodedRows& out, const RowsGrid& grid, const GroupTable& table,
-                                               const Piece<kIsBf16>& piece, int row, int column, bool is_there) {
-  std::uint32_t amax = piece.largest();
-#pragma unroll
-  for (int mask = kBlock / 16; mask > 0; mask /= 2) amax = max(amax, __shfl_xor_sync(ptx::kFullWarp, amax, mask));
-  if (!is_there) return;
-  const int g = grid.needs_groups ? table.group_of_row(row) : 0;
-  const float group = kFormat == ElementFormat::kE2M1 ? __ldg(out.group_scales + g) : 1.0f;
-  const BlockScale scale = block_scale<kFormat>(amax, out.scale, out.rule, group);
-  const uint2 codes = kDivides && scale.reciprocal != 0
-                          ? encode_eight<kFormat>([&](int i) { return divide(__fmul_rn(piece.value(i), scale.factor), scale.divisor, scale.reciprocal); })
-                          : encode_eight<kFormat>([&](int i) { return to_element<kDivides>(piece.value(i), scale); });
-  if (out.codes != nullptr) {
-    if constexpr (kFormat == ElementFormat::kE2M1) {
-      *reinterpret_cast<std::uint32_t*>(out.codes + row * out.code_stride + column / 2) = codes.x;
-    } else {
-      *reinterpret_cast<uint2*>(out.codes + row * out.code_stride + column) = codes;
-    }
-  }
-  if (column % kBlock != 0) return;
-  const std::int64_t at = row * out.scale_stride + column / kBlock * out.scale_column_stride;
-  if (out.scale == ScaleFormat::kF32 || out.scale == ScaleFormat::kPowerOfTwo) {
-    static_cast<float*>(out.scales)[at] = __uint_as_float(scale.stored);
-  } else if (out.scales != nullptr) {
-    static_cast<std::uint8_t*>(out.scales)[at] = static_cast<std::uint8_t>(scale.stored);
-  }
-  if (out.swizzled != nullptr) {
-    const int tile_columns = (x.columns / kBlock + 3) / 4;
-    const std::int64_t swizzled = swizzled_index(table.first_block(g), tile_columns, row - table.first_row(g), column / kBlock);
-    if (swizzled < out.swizzled_bytes) out.swizzled[swizzled] = static_cast<std::uint8_t>(scale.stored);
-  }
-}
 
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsBf16>
 __global__ void __launch_bounds__(kThreads) quantize_rows(const WideRows x, const CodedRows out, const RowsGrid grid) {
@@ -89,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(const WideRows x, cons
     for (int i = 0; i < kPieces; ++i) pieces[i].load(x.data, source[i] * x.stride + column[i], source[i] >= 0 && column[i] < x.columns);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      quantize_piece<kFormat, kDivides, kBlock, kIsBf16>(x, out, grid, table, pieces[i], row[i], column[i], column[i] < x.columns);
+      quantize_piece<kFormat, kDivides, kBlock, kIsBf16>(x.columns, out, grid.needs_groups, table, pieces[i], row[i], column[i], column[i] < x.columns);
     }
   }
 }
@@ -98,7 +64,7 @@ template <ElementFormat kFormat, bool kDivides, int kBlock>
 void launch(const WideRows& x, const CodedRows& out, cudaStream_t stream) {
   const RowsGrid grid{(x.columns + kWarpColumns - 1) / kWarpColumns, out.group_scales != nullptr || out.swizzled != nullptr};
   const std::int64_t units = x.rows * grid.segments, per_cta = kWarps * (x.is_bf16 ? kUnderWay<true> : kUnderWay<false>);
-  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? 132 * 8 : 1 << 30));
+  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, grid.needs_groups ? num_sms() * 8 : 1 << 30));
   const auto shared = static_cast<unsigned>(grid.needs_groups ? GroupTable::bytes(x.groups, 1) : 0u);
   const auto kernel = x.is_bf16 ? quantize_rows<kFormat, kDivides, kBlock, true> : quantize_rows<kFormat, kDivides, kBlock, false>;
   allow_shared(kernel, shared);

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which dequantisations have a kernel at the speed of a copy: bf16 results, widths in eights; 8 bits under byte scales of powers of two, or NVFP4.
+#include <bit>
+
+#include "ops/quantize/cuda/quantize_params.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int kWarpColumns = 256;
+
+bool are_aligned(const WideRows& y, const CodedRows& in) {
+  const int code_bytes = in.element == ElementFormat::kE2M1 ? 4 : 8;
+  return y.is_bf16 && reinterpret_cast<std::uintptr_t>(y.data) % 16 == 0 && y.stride % 8 == 0 && y.columns % 8 == 0 &&
+         reinterpret_cast<std::uintptr_t>(in.codes) % static_cast<unsigned>(code_bytes) == 0 && in.code_stride % code_bytes == 0;
+}
+
+}  // namespace
+
+bool launch_dequantize_wide(const WideRows& y, const CodedRows& in, cudaStream_t stream) {
+  if (!are_aligned(y, in) || y.rows * ((y.columns + kWarpColumns - 1) / kWarpColumns) > std::int64_t{1} << 30) return false;
+  const bool is_row = in.block_rows == 1 && in.block_columns % 8 == 0 && std::has_single_bit(static_cast<unsigned>(in.block_columns));
+  if (in.element == ElementFormat::kE2M1) {
+    if (!is_row || in.scale != ScaleFormat::kE4M3) return false;
+    launch_widen_rows(y, in, stream);
+    return true;
+  }
+  if (in.scale != ScaleFormat::kE8M0) return false;
+  if (is_row) {
+    launch_widen_rows(y, in, stream);
+    return true;
+  }
+  const bool is_column = (in.block_rows == 32 || in.block_rows == 128) && in.block_columns == 1 && in.scale_column_stride == 1 && in.scale_stride % 8 == 0 &&
+                         reinterpret_cast<std::uintptr_t>(in.scales) % 8 == 0;
+  if (!is_column) return false;
+  launch_widen_columns(y, in, stream);
+  return true;
+}
+
+}  // namespace waybill::cuda
