@@ -46,7 +46,7 @@ def doctor() -> int:
     parts: list[tuple[str, str | None, Callable[[], str]]] = [("library", None, _library), ("torch", "torch", _torch), ("jax", "jax", _jax)]
     failed = 0
     for name, package, probe in parts:
-        if package is not None and importlib.util.find_spec(package) is None:
+        if package is not None and getattr(importlib.util.find_spec(package), "origin", None) is None:  # a mere folder of that name has none
             print(f"  {name:8} not installed: pip install {package}")
             continue
         try:
