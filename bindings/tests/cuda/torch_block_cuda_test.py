@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """waybill.torch.MoE on CUDA tensors against a loop over experts in float32: values, gradients, hard routes, graphs, several batches in flight, refusals."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -232,10 +233,10 @@ def test_checkpointing_and_offload_keep_the_bits():
 
 def test_graphed_callables_have_the_bits_of_eager_calls():
     block, (x, d_out, sample) = make(CONFIG), (rows(60, 64) for _ in range(3))
-    want = gradients(block, x, d_out)
-    graphed = torch.cuda.make_graphed_callables(block, (sample.requires_grad_(),))
-    other = gradients(graphed, sample.detach(), d_out)
-    assert equal(gradients(graphed, x, d_out), want) and not equal(other[:1], want[:1])
+    # A copy: PyTorch refuses to capture what still has a graph of another stream.
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(block), (sample.clone().requires_grad_(),))
+    for given in (x, sample, x):
+        assert equal(gradients(graphed, given, d_out), gradients(block, given, d_out))
 
 
 def test_nothing_waits_and_graphs_replay_with_other_data():
