@@ -32,6 +32,7 @@ done
 command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || { echo "gpu-check: no GPU found (nvidia-smi -L lists none)" >&2; exit 2; }
 work=$(mktemp -d)
 failed=0
+python=${PYTHON:-python3}
 if [ -z "$bin" ]; then
   bin=$work/bin
   echo "gpu-check: building"
@@ -128,14 +129,27 @@ if [ $quick = 0 ]; then
     note sanitizer "skipped: compute-sanitizer is not installed"
   fi
 fi
+# The Python bindings, where their libraries are (built here or elsewhere, with the GPU machine's libstdc++ or an older one).
+bindings=()
+if [[ ,$areas, == *,bindings,* ]]; then
+  for framework in jax torch; do
+    if [ -n "${WAYBILL_LIBRARY:-}" ] && { [ $framework = torch ] || [ -n "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
+      bindings+=("$framework")
+      start "bindings, $framework" scripts/gpu_bindings_tests.sh "$python" "cuda/${framework}_cuda_test.py" "cuda/${framework}_block_cuda_test.py" "cuda/${framework}_recipes_cuda_test.py"
+    else
+      note "bindings, $framework" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
+    fi
+  done
+fi
 collect
 spread=0
-# Its ranks are processes that wait for each other: alone on the GPUs.
+# Ranks are processes that wait for each other: alone on the GPUs.
 if [ -x "$bin/test_cuda_nccl" ]; then
   start test_cuda_nccl timeout 150 "$bin/test_cuda_nccl"
-  collect
+  [ "$num_gpus" -eq 1 ] || collect  # on one they are nodes, whose kernels wait for no other's
 fi
-python=${PYTHON:-python3}
+[ ${#bindings[@]} -lt 2 ] || start "bindings, 2 processes" scripts/gpu_bindings_tests.sh "$python" cuda/ep_cuda_test.py
+[ ${#names[@]} = 0 ] || collect
 measure() { # name, program, arguments...: alone
   start "$@"
   collect
@@ -207,55 +221,16 @@ area_gemm() {
   peer "peer torch grouped" "$work/torch_grouped.jsonl" bench/peers/torch_grouped.py "$work/torch_grouped.jsonl" --loads
   record gemm "$work/gemm.jsonl" $peers
 }
-# The Python bindings, where their libraries are (built here or elsewhere, with the GPU machine's libstdc++ or an older one).
 area_bindings() {
-  local framework name log
   # The rate that the same kernel reaches from C++.
-  local cpp=$work/gemm.jsonl
+  local cpp=$work/gemm.jsonl framework
   [ -s "$cpp" ] || { cpp=$work/cpp.jsonl && "$bin/bench_cuda_gemm" "$cpp" --filter "32x1024 N4096 C7168 even" >"$work/cpp.log" 2>&1; }
-  for framework in jax torch; do
-    name="bindings, $framework" log=$work/bindings_$framework.log
-    if [ -z "${WAYBILL_LIBRARY:-}" ] || { [ $framework = jax ] && [ -z "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
-      note "$name" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
-    elif ! (cd bindings/tests && PYTHONPATH=$PWD/../python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider "cuda/${framework}_cuda_test.py" "cuda/${framework}_block_cuda_test.py" \
-         "cuda/${framework}_recipes_cuda_test.py") >"$log" 2>&1; then
-      note "$name" failed
-      tail -20 "$log" >&2
-    elif grep -q '[0-9] passed' "$log"; then
-      note "$name" passed
-      PYTHONPATH=$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH} timeout 300 "$python" bench/peers/gpu_bindings.py $framework --cpp "$cpp" >"$work/gpu_bindings_$framework.log" 2>&1 && cat "$work/gpu_bindings_$framework.log" || note "benchmark $name" failed
-    else
-      note "$name" "skipped: $(sed -n 's/^SKIPPED.*_test.py[:0-9]*: //p' "$log" | head -n 1)"
-    fi
+  for framework in "${bindings[@]}"; do
+    measure "benchmark bindings, $framework" env PYTHONPATH="$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH}" timeout 300 "$python" bench/peers/gpu_bindings.py "$framework" --cpp "$cpp"
+    cat "$(file_of "benchmark bindings, $framework").log"
   done
 }
-# The bindings between processes: a GPU each, or two nodes on one.
-if [ -n "${WAYBILL_LIBRARY:-}" ] && [ -n "${WAYBILL_JAX_LIBRARY:-}" ] && [[ ,$areas, == *,bindings,* ]]; then
-  start "bindings, 2 processes" env PYTHONPATH="$PWD/bindings/python${PYTHONPATH:+:$PYTHONPATH}" timeout 300 "$python" -m pytest -q -rs -p no:cacheprovider bindings/tests/cuda/ep_cuda_test.py
-  collect
-fi
-# Where there are more GPUs, the bindings run on the last one beside what measures the first.
-beside=
-for area in ${areas//,/ }; do
-  case $area in
-    bindings) [ "$num_gpus" -gt 1 ] || area_bindings ;;
-    exchange | moe) "area_$area" ;;
-    *)
-      if [ "$num_gpus" -gt 1 ] && [ -z "$beside" ] && [[ ,$areas, == *,bindings,* ]]; then
-        (export CUDA_VISIBLE_DEVICES=$((num_gpus - 1)); checks=(); area_bindings >"$work/bindings.out" 2>&1; IFS=,; echo "${checks[*]}" >"$work/bindings.checks") &
-        beside=$!
-      fi
-      "area_$area"
-      ;;
-  esac
-done
-[ "$num_gpus" -eq 1 ] || [ -n "$beside" ] || [[ ,$areas, != *,bindings,* ]] || area_bindings
-if [ -n "$beside" ]; then
-  wait "$beside"
-  cat "$work/bindings.out"
-  checks+=("$(cat "$work/bindings.checks")")
-  ! grep -q '"failed' "$work/bindings.checks" || failed=1
-fi
+for area in ${areas//,/ }; do "area_$area"; done
 python3 scripts/render_performance.py || failed=1
 [ -z "$out" ] || tar czf "$out/logs.tgz" -C "$work" --exclude=bin --exclude=obj . 2>/dev/null
 [ $failed = 0 ] && echo "gpu-check: passed" || echo "gpu-check: FAILED (logs in $work)" >&2

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How many tests a GoogleTest log skipped and why: ", 3 skipped: needs 2 GPUs"; nothing when none were.
+"""How many tests the log of GoogleTest or of pytest -rs skipped and why: ", 3 skipped: needs 2 GPUs"; nothing when none were.
 
   scripts/gtest_skips.py LOG
 """
@@ -10,15 +10,16 @@ import sys
 
 
 def skips(log: str) -> str:
-    names = set(re.findall(r"^\[  SKIPPED \] (\S+\.\S+)", log, re.M))
-    if not names:
+    by_pytest = re.findall(r"^SKIPPED \[(\d+)\] \S+: (.+)", log, re.M)
+    count = len(set(re.findall(r"^\[  SKIPPED \] (\S+\.\S+)", log, re.M))) + sum(int(number) for number, _ in by_pytest)
+    if count == 0:
         return ""
     reasons: list[str] = []
-    for reason in re.findall(r": Skipped\n(.+)", log):
+    for reason in re.findall(r": Skipped\n(.+)", log) + [reason for _, reason in by_pytest]:
         reason = re.sub(r'["\\\x00-\x1f]', "", reason).strip()  # it becomes part of a JSON string
         if reason not in reasons:
             reasons.append(reason)
-    return f", {len(names)} skipped: {'; '.join(reasons) or 'no reason given'}"
+    return f", {count} skipped: {'; '.join(reasons) or 'no reason given'}"
 
 
 if __name__ == "__main__":

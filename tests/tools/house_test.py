@@ -132,6 +132,8 @@ class Scripts(HouseTest):
         )
         script = pathlib.Path(SOURCE) / "scripts/gtest_skips.py"
         self.assertEqual(run(sys.executable, script, log).stdout, ", 2 skipped: needs 2 GPUs; 1")
+        log.write_text("s.s. [100%]\nSKIPPED [2] cuda/ep_cuda_test.py:33: needs 2 GPUs, there are 1\n2 passed, 2 skipped in 77.05s\n")
+        self.assertEqual(run(sys.executable, script, log).stdout, ", 2 skipped: needs 2 GPUs, there are 1")
         log.write_text("[       OK ] A.Runs (3 ms)\n")
         self.assertEqual(run(sys.executable, script, log).stdout, "")
 
