@@ -253,7 +253,7 @@ void register_bench_moe(CLI::App& bench) {
       ->capture_default_str();
   command->add_option("--recipe", options->recipes, "cuda: also the sparse layer under fp8, mxfp8 or nvfp4");
   command->add_flag("--f32-gradients", options->gpu.f32_gradients, "cuda: also with weight gradients added to in fp32");
-  command->add_option("--column-blocks", options->gpu.column_blocks, "cuda: blocks of exact-blocks, a list (default: 4)");
+  command->add_option("--column-blocks", options->gpu.column_blocks, "cuda: blocks of exact-blocks, a list (default: 2)");
   command->add_flag("--wgrad-control", options->gpu.wgrad_control, "cuda: also the weight gradients beside ones whose sums have no order");
   command->add_flag("--no-peer", options->gpu.no_peer, "cuda: without the PyTorch layer");
   command->add_option("--trace", options->gpu.trace, "cuda: write the phases of a step for Perfetto");

@@ -38,7 +38,7 @@ struct Options {
   std::vector<Recipe> recipes;
   bool ablation = false, f32 = false, wgrad_control = false;
   int iterations = 160, ranks = 2;
-  std::vector<int> combine_sms{32}, column_blocks{4};
+  std::vector<int> combine_sms{32}, column_blocks{2};
   double factor = 1.25;
 };
 

@@ -54,7 +54,7 @@ void Report::add_control(const std::string& op, const Problem& problem, const st
   fmt::print("    {:<56} {:9.1f} us [{:.1f}]  {:6.1f} TFLOP/s\n", variant, us, spread, flops / us * 1e-6);
   fmt::print(file_,
              "{{\"op\":\"{}\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
-             "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},\"p99\":null,\"iterations\":28,"
+             "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},\"p99\":null,\"iterations\":60,"
              "\"kernel_tflops\":{:.1f},\"load\":\"{}\"}}\n",
              op, c.name, c.T, c.H, c.F, c.E, c.K, variant, us, spread, us, flops / us * 1e-6, problem.load());
   std::fflush(file_), std::fflush(stdout);

@@ -13,7 +13,7 @@
 namespace waybill::cuda::moe_bench {
 namespace {
 
-constexpr int kRounds = 7, kCalls = 4;
+constexpr int kRounds = 15, kCalls = 4;
 
 // d [L, m, n] from a [S, m] and b [S, n].
 class Control {
