@@ -103,6 +103,19 @@ class MapStack final : public Stack {
     return {};
   }
   std::int64_t computed_rows() const override { return problem_.routes() / problem_.P(); }
+  StepCounts step_counts(cudaStream_t stream) override {
+    WB_TRY_CUDA(cudaStreamSynchronize(stream));
+    StepCounts sum;
+    for (auto& p : parts_) {
+      std::int32_t rows = 0;
+      WB_TRY_CUDA(cudaMemcpy(&rows, p->plan.num_rows, 4, cudaMemcpyDeviceToHost));
+      const double T = static_cast<double>(p->tensors.T), E = shape_.E, K = shape_.K, R = rows;
+      sum.route_bytes += shape_.P * T * (compact_ ? 2 * K : E), sum.weight_bytes += 2 * R * shape_.width * 4;
+      sum.slots_visited += 5 * R * shape_.L, sum.scores_visited += T * E * (fast_ ? 1 : K);
+    }
+    const auto n = static_cast<double>(parts_.size());
+    return {sum.route_bytes / n, sum.weight_bytes / n, sum.slots_visited / n, sum.scores_visited / n};
+  }
 
  private:
   struct Part {

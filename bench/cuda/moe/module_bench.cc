@@ -324,6 +324,7 @@ class Comparison {
     Row row;
     row.error = error, row.host_waits = runner.stack(0).host_waits(), row.dropped = runner.dropped();
     row.computed_rows = runner.stack(0).computed_rows();
+    row.counts = runner.stack(0).step_counts(runner.stream(0));
     const std::vector<PhaseSpan> spans = runner.phases(5, row.phases);
     // One design at a time is far from others in speed only where it launches a kernel an expert: fewer steps there.
     const int iterations = design.options.kind == "loop" ? std::max(8, options_.iterations / 8) : options_.iterations;

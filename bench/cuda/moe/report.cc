@@ -33,6 +33,15 @@ void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
       row.predicted_bytes > 0 ? fmt::format(" (predicted {:.2f}, at exact sizes {:.2f})", gib(row.predicted_bytes), gib(row.exact_bytes)) : "", row.host_waits,
       row.captured ? "graph" : "eager", row.dropped > 0 ? fmt::format("  dropped {}", row.dropped) : "",
       all > 0 ? fmt::format("\n      %:{}; exchange {:.1f}, not hidden {:.1f}, ceiling {:.2f} x", shown, 100 * whole, 100 * share, 1 / (1 - share)) : "");
+  const StepCounts& n = row.counts;
+  if (n.slots_visited > 0 && !row.captured) {
+    fmt::print("      routes {:.2f} MB, weights {:.2f} MB, slots visited {:.2f} M, scores visited {:.2f} M a rank\n", n.route_bytes * 1e-6,
+               n.weight_bytes * 1e-6, n.slots_visited * 1e-6, n.scores_visited * 1e-6);
+  }
+  const std::string counts = n.slots_visited > 0
+                                 ? fmt::format(",\"route_bytes\":{:.0f},\"weight_bytes\":{:.0f},\"slots_visited\":{:.0f},\"scores_visited\":{:.0f}",
+                                               n.route_bytes, n.weight_bytes, n.slots_visited, n.scores_visited)
+                                 : std::string();
   fmt::print(
       file_,
       "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
@@ -40,12 +49,12 @@ void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
       "\"iterations\":{},"
       "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"exact_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"exchange_"
       "with_hidden\":{},\"host_waits\":{},"
-      "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}}}\n",
+      "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}{}}}\n",
       c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, problem.evidence(), problem.P(), problem.devices().size(),
       row.times.p50, row.times.p99, row.times.iterations, tflops, tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares,
       all > 0 ? fmt::format("{:.4f}", share) : "null", all > 0 ? fmt::format("{:.4f}", whole) : "null", row.host_waits, row.captured ? "true" : "false",
       problem.load(), row.computed_rows, row.dropped, row.error,
-      static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()));
+      static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()), counts);
   std::fflush(file_), std::fflush(stdout);
 }
 

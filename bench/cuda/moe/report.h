@@ -18,8 +18,9 @@ struct Row {
   std::size_t bytes = 0, predicted_bytes = 0;  // device memory of the stack with x, d_out, out, dx; 0: not known
   std::size_t exact_bytes = 0;                 // predicted with budgets of exactly what the hottest rank receives
   std::int64_t computed_rows = 0, dropped = 0;
-  double error = 0;    // the largest relative norm of the check
-  PhaseSums phases{};  // of eager steps; all 0: not measured
+  StepCounts counts{};  // all 0: not known
+  double error = 0;     // the largest relative norm of the check
+  PhaseSums phases{};   // of eager steps; all 0: not measured
 };
 
 class Report {

@@ -60,6 +60,17 @@ class SparseStack final : public Stack {
   int host_waits() const override { return layer_->host_waits(); }
   std::int64_t computed_rows() const override { return problem_.routes() / problem_.P(); }
   std::size_t predicted_bytes() const override { return predicted_; }
+  StepCounts step_counts(cudaStream_t stream) override {
+    WB_TRY_CUDA(cudaStreamSynchronize(stream));
+    StepCounts sum;
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      const double T = static_cast<double>(ranks_[i]->T), S = step_.report(static_cast<int>(i)).slots;
+      sum.route_bytes += problem_.P() * T * static_cast<double>(2 * config_.K), sum.weight_bytes += 2 * S * 4;
+      sum.slots_visited += 5 * S, sum.scores_visited += T * static_cast<double>(config_.E);
+    }
+    const auto n = static_cast<double>(ranks_.size());
+    return {sum.route_bytes / n, sum.weight_bytes / n, sum.slots_visited / n, sum.scores_visited / n};
+  }
   void add_counts(std::vector<std::int64_t>& counts, cudaStream_t stream) override {
     WB_TRY_CUDA(cudaStreamSynchronize(stream));
     std::vector<std::int32_t> mine(static_cast<std::size_t>(config_.E));

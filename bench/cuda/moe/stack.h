@@ -40,6 +40,15 @@ struct StackOptions {
   bool keep_weights = false;      // sparse, recipes of blocks: weights are quantised once, not in every step
 };
 
+// What a step sends and looks at beside rows and matmuls, forward and backward, mean of the ranks; a rank's share to itself counts. From sizes and the last
+// step's rows, not measured.
+struct StepCounts {
+  double route_bytes = 0;     // maps or ids to every rank
+  double weight_bytes = 0;    // routing weights with the rows, and their gradients back
+  double slots_visited = 0;   // pairs of row and expert: two permutes, two sums, the weights' return
+  double scores_visited = 0;  // by the choice of the K experts
+};
+
 class Stack {
  public:
   virtual ~Stack() = default;
@@ -51,6 +60,7 @@ class Stack {
   virtual const std::int32_t* places(int /*index*/) const { return nullptr; }  // capacity: [T K] on the device, -1: dropped
   virtual std::int64_t computed_rows() const = 0;                              // of the first matmul in the last step, padding included; mean of the ranks
   virtual std::size_t predicted_bytes() const { return 0; }                    // of a GPU, where a stack can say
+  virtual StepCounts step_counts(cudaStream_t /*stream*/) { return {}; }       // after a step; dense-map and sparse
   virtual void add_counts(std::vector<std::int64_t>& /*counts*/, cudaStream_t /*stream*/) {}  // sparse: [E] routes of the last step, of this GPU's tokens
 };
 
