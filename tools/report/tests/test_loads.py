@@ -46,8 +46,9 @@ class LoadPlotsTest(unittest.TestCase):
                "peak_bytes": 2**30, "shares": {"dispatch": 0.25, "expert_gemm": 0.75}, "unit": "us"}  # fmt: skip
         torch = row | {"variant": "torch grouped", "value": 8000.0, "tflops": 100.0, "shares": {"exchange": 0.5, "gemm": 0.5}}
         rate = {"op": "dense", "unit": "TFLOP/s"}
+        control = {"op": "control: order of wgrad", "case": "tiny", "unit": "us"}  # a kernel by itself: no bar
         path = self.folder / "moe.json"
-        for text in (json.dumps({"records": [rate, row, torch]}), "".join(json.dumps(r) + "\n" for r in (rate, row, torch))):
+        for text in (json.dumps({"records": [rate, row, control, torch]}), "".join(json.dumps(r) + "\n" for r in (rate, row, control, torch))):
             path.write_text(text, encoding="utf-8")
             self.assertEqual([(key, len(rows)) for key, rows in moe_module.load_cases(path).items()], [(("tiny", "W1"), 2)])
             figures = moe_module.figures_of(path)
