@@ -12,8 +12,8 @@ torch.compile; "loop": one matmul an expert, one leaf tensor an expert. Permutat
 Before anything is timed every variant's output and gradients are compared with a dense fp32 layer; a difference ends the program.
 
 Routes are natural by default: x is normal, the rows of the gate have length 1, so that the logits of a token are normal with the same spread for every
-expert. --load W0 to W9 replays the routes that bench_cuda_moe replays (loads.py; the scores stay the gate's). A call is timed by two events behind a barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds
-the median over the iterations. TFLOP/s per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F. Memory: torch's peak
+expert. --load W0 to W9 replays the routes that bench_cuda_moe replays (loads.py; the scores stay the gate's). A call is timed by two events behind a
+barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds the median over the iterations. TFLOP/s per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F. Memory: torch's peak
 less weights and their gradients. --ranks-per-gpu N: a process has the tokens of N ranks (and its share of all experts), as a GPU
 with N virtual ranks has. Shares: kernel time by name in one profiled call. Environment: NCCL_NVLS_ENABLE=0 is set.
 """
@@ -336,6 +336,8 @@ def main():
     parser.add_argument("--ranks-per-gpu", type=int, default=1)
     parser.add_argument("--load", nargs="+", default=["natural"], choices=["natural", *loads.WORKLOADS])
     args = parser.parse_args()
+    if args.ranks < 1 or args.ranks_per_gpu < 1:
+        parser.error(f"--ranks {args.ranks} and --ranks-per-gpu {args.ranks_per_gpu} must be at least 1")
     with open(pathlib.Path(__file__).parent.parent / "shapes/moe.toml", "rb") as file:
         known = {shape["name"]: shape for shape in tomllib.load(file)["shape"]}
     shapes = [known[name] for name in args.shape]

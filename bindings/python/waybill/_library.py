@@ -67,8 +67,12 @@ def library() -> ctypes.CDLL:
 
 
 def torch_library() -> str | None:
-    """Where libwaybill_torch.so is: $WAYBILL_TORCH_LIBRARY, the package's, or the one beside libwaybill.so; None where there is none."""
+    """Where libwaybill_torch.so is: $WAYBILL_TORCH_LIBRARY, the package's, or the one beside libwaybill.so; None where there is none.
+
+    ImportError where the variable names a file that does not exist."""
     named = os.environ.get("WAYBILL_TORCH_LIBRARY")
+    if named and not os.path.exists(named):
+        raise ImportError(f"waybill: WAYBILL_TORCH_LIBRARY names {named}, which does not exist")
     folders = pathlib.Path(__file__).parent / "lib", pathlib.Path(library().waybill_path).parent
     paths = [named] if named else [str(folder / "libwaybill_torch.so") for folder in folders]
     return next((path for path in paths if os.path.exists(path)), None)

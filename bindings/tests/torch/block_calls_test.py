@@ -30,6 +30,8 @@ def _forward(layer, parameters, x, options, outputs, stream):
 def _backward(layer, parameters, gradients, x, d_out, dx, options, saved, weights, stream):
     sums = {f"d_{name}": value for name, value in _fields(gradients[0]).items()}
     SEEN["backward"] = {**_fields(parameters[0]), **sums, "x": x[0].data, "d_out": d_out[0].data, "dx": dx[0].data, "saved": saved[0].data, "weights": weights}
+    if d_out[0].data:
+        SEEN["d_out"] = c.string_at(d_out[0].data, 2 * d_out[0].shape[0] * d_out[0].shape[1])
     return STATUS["backward"]
 
 
@@ -108,9 +110,13 @@ def test_an_evaluation_saves_nothing(form):
 
 def test_a_cotangent_of_another_layout_is_copied(form):
     calls, x, tensors = make(form)
+    ones = torch.ones(3, 8, dtype=torch.bfloat16)
+    strided = torch.stack([ones, ones * 2], -1)[..., 0]
+    out = _plain.Block.apply(x, calls, 1.0, *tensors.values())
+    torch.autograd.grad(out, x, strided)
+    assert SEEN["backward"]["d_out"] != strided.data_ptr() and SEEN["d_out"] == bytes.fromhex("803f") * 24
     _plain.Block.apply(x, calls, 1.0, *tensors.values()).sum().backward()  # expanded from one value
-    given = SEEN["backward"]["d_out"]
-    assert given and tensors["w1"].grad is not None
+    assert SEEN["d_out"] == bytes.fromhex("803f") * 24 and tensors["w1"].grad is not None
 
 
 def test_what_is_not_as_it_was_is_left_to_the_custom_op(form):

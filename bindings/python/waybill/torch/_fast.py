@@ -40,10 +40,9 @@ class _Method(c.Structure):
 
 
 @functools.cache
-def _new_function() -> Any:
-    new = c.pythonapi.PyCFunction_NewEx
-    new.restype, new.argtypes = c.py_object, [c.c_void_p, c.py_object, c.c_void_p]
-    return new
+def _python(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of Python's, with a prototype of our own: those of c.pythonapi's attributes belong to the whole process."""
+    return c.PYFUNCTYPE(result, *arguments)((name, c.pythonapi))
 
 
 @functools.cache
@@ -52,10 +51,8 @@ def _load() -> tuple[c.CDLL, int] | None:
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if sys.implementation.name != "cpython" or capsule is None:
         return None
-    get = c.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = c.c_void_p, [c.py_object, c.c_char_p]
     try:
-        address = get(capsule, b"dlpack_exchange_api")
+        address = _python("PyCapsule_GetPointer", c.c_void_p, c.py_object, c.c_char_p)(capsule, b"dlpack_exchange_api")
     except ValueError:
         return None
     table = _Exchange.from_address(address)
@@ -78,12 +75,11 @@ class Bound:
     """Owner of a plan; must outlive its functions."""
 
     def __init__(self, lib: c.CDLL, plan: Plan) -> None:
-        new = c.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = c.py_object, [c.c_void_p, c.c_char_p, c.c_void_p]
         self.plan = plan
-        capsule = new(c.addressof(plan), _NAME, None)
+        capsule = _python("PyCapsule_New", c.py_object, c.c_void_p, c.c_char_p, c.c_void_p)(c.addressof(plan), _NAME, None)
+        new = _python("PyCFunction_NewEx", c.py_object, c.c_void_p, c.py_object, c.c_void_p)
         methods = (_Method * 3).in_dll(lib, "wbt_methods")
-        self.functions = tuple(_new_function()(c.addressof(method), capsule, None) for method in methods)
+        self.functions = tuple(new(c.addressof(method), capsule, None) for method in methods)
 
 
 def bind(layer: Any, forward: Any, backward: Any, names: tuple[str, ...], parameters: Any, gradients: Any, rows: list[Any], saved: Any, trained: Any,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _cuda_getCurrentRawStream
 from torch.autograd.function import once_differentiable
 
 from .. import _abi
@@ -20,6 +19,7 @@ from .._library import check, library
 from . import _device, _fast
 
 _BF16 = torch.bfloat16
+_cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a build of PyTorch without CUDA has none
 _OTHER_LAYOUT = -1  # status of a backward whose d_out is not contiguous bfloat16
 
 
