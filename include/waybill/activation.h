@@ -23,6 +23,8 @@ struct ActivationConfig {
   float limit = 7.0f;    // clamped SwiGLU
   float alpha = 1.702f;  // clamped SwiGLU
 };
+// Refuses (kInvalidArgument) an unknown kind, and of clamped SwiGLU a limit that is not positive or an alpha that is not finite. The ops below do so, too.
+WB_API void check_activation_config(const ActivationConfig& config);
 // Columns the first matmul must produce for width F: 2F for the gated kinds, F otherwise.
 WB_API std::int64_t activation_input_width(const ActivationConfig& config, std::int64_t F);
 

@@ -22,8 +22,8 @@ struct ActivatedRows {
 
 // To the bit activation_forward() or activation_backward() into a tensor of h's type, then quantize(): rows past offsets[L] are neither read nor written.
 // CPU: finished on return. GPU: as quantize(); implementations cuda (bf16 with rows aligned to 16 bytes and F a multiple of 8; 8-bit elements in blocks of
-// 1 x 32, 1 x 128, 32 x 1 and 128 x 1 and NVFP4 in 1 x 16; a gated gradient with blocks along the row: F a multiple of the block) and cuda_unfused (needs
-// `wide`).
+// 1 x 32 and 32 x 1 (powers of two), 1 x 128 and 128 x 1, NVFP4 in 1 x 16; a gated gradient with blocks along the row: F a multiple of the block) and
+// cuda_unfused (needs `wide`).
 WB_API void quantize_activated(const QuantConfig& config, const ActivatedRows& x, const TensorView& offsets, const QuantizedView& out, Stream stream = {},
                                StatusWord* status = nullptr);
 // Both directions from one read of h.

@@ -214,6 +214,19 @@ TEST_F(QuantizeActivatedCuda, TheUnfusedWayTakesWhatTheKernelsRefuse) {
   }
 }
 
+TEST_F(QuantizeActivatedCuda, RefusesWhatTheActivationDoesAndMemoryOfAnotherDevice) {
+  Inputs in = inputs(Activation::kClampedSwiGLU, {70, 58}, 128);
+  const Pair d_weight(DType::kF32, {in.S}), sums(DType::kF32, {in.S, 2});
+  const CodedPair q(fp8_rows(), in.S, 256, in.offsets.cpu(), false, false);
+  ActivatedRows x = rows_of(in, true, in.weight.gpu(), d_weight, sums);
+  const auto call = [&] { quantize_activated(fp8_rows(), x, in.offsets.gpu(), q.gpu(), {kGpu, nullptr, nullptr}); };
+  EXPECT_NO_THROW(call());
+  x.partial_sums = sums.cpu();
+  EXPECT_THROW(call(), Error);
+  x.partial_sums = sums.gpu(), x.activation.limit = 0;
+  EXPECT_THROW(call(), Error);
+}
+
 TEST_F(QuantizeActivatedCuda, RowsWithStridesAndReplays) {
   const Inputs in = inputs(Activation::kSwiGLU, {70, 58}, 256, DType::kBF16, 0);
   const Inputs other = inputs(Activation::kSwiGLU, {3, 125}, 256, DType::kBF16, 0);

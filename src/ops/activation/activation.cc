@@ -34,14 +34,6 @@ std::int64_t existing_rows(std::int64_t rows, const std::int32_t* num_rows) {
   return *num_rows;
 }
 
-void check_config(const ActivationConfig& config) {
-  const int kind = static_cast<int>(config.kind);
-  WB_CHECK(kind >= 0 && kind <= static_cast<int>(Activation::kReluSquared), "activation: unknown kind {}", kind);
-  if (config.kind != Activation::kClampedSwiGLU) return;
-  WB_CHECK(config.limit > 0, "activation: the clamp limit must be > 0, got {}", config.limit);
-  WB_CHECK(std::isfinite(config.alpha), "activation: alpha must be finite, got {}", config.alpha);
-}
-
 constexpr std::int64_t kRun = 512;            // columns worked on at a time, so that buffers stay in the first-level cache
 constexpr std::int64_t kTaskColumns = 16384;  // elements a task should hold
 
@@ -129,9 +121,17 @@ const ActivationDeviceBackend* g_activation_device_backend = nullptr;
 
 }  // namespace detail
 
+void check_activation_config(const ActivationConfig& config) {
+  const int kind = static_cast<int>(config.kind);
+  WB_CHECK(kind >= 0 && kind <= static_cast<int>(Activation::kReluSquared), "activation: unknown kind {}", kind);
+  if (config.kind != Activation::kClampedSwiGLU) return;
+  WB_CHECK(config.limit > 0, "activation: the clamp limit must be > 0, got {}", config.limit);
+  WB_CHECK(std::isfinite(config.alpha), "activation: alpha must be finite, got {}", config.alpha);
+}
+
 void activation_forward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& a, Stream stream,
                         const std::int32_t* num_rows) {
-  check_config(config);
+  check_activation_config(config);
   WB_CHECK(a.rank == 2, "activation: a must be [S, F], got {}", a.describe());
   check_matrix("a", a, a.shape[0], a.shape[1], stream.device);
   check_matrix("h", h, a.shape[0], activation_input_width(config, a.shape[1]), stream.device);
@@ -146,7 +146,7 @@ void activation_forward(const ActivationConfig& config, const TensorView& h, con
 
 void activation_backward(const ActivationConfig& config, const TensorView& h, const float* weight, const TensorView& da, const TensorView& dh, float* d_weight,
                          Stream stream, const std::int32_t* num_rows) {
-  check_config(config);
+  check_activation_config(config);
   WB_CHECK(da.rank == 2, "activation: da must be [S, F], got {}", da.describe());
   check_matrix("da", da, da.shape[0], da.shape[1], stream.device);
   const std::int64_t width = activation_input_width(config, da.shape[1]);

@@ -14,6 +14,7 @@ bool is_gradient(const ActivatedRows& x) { return static_cast<bool>(x.da); }
 
 // [S, columns] of h's type on h's device: what quantize() would be given.
 TensorView values_of(const ActivatedRows& x) {
+  check_activation_config(x.activation);
   WB_CHECK(x.h.rank == 2 && (x.h.dtype == DType::kF32 || x.h.dtype == DType::kBF16), "quantize_activated: h must be f32 or bf16 [S, columns], got {}",
            x.h.describe());
   const std::int64_t inputs = activation_input_width(x.activation, 1), S = x.h.shape[0], F = x.h.shape[1] / inputs;
@@ -25,11 +26,14 @@ TensorView values_of(const ActivatedRows& x) {
              "quantize_activated: {} must be contiguous f32 [{}] on {}, got {}", name, S, to_string(x.h.device), view->describe());
   }
   WB_CHECK(x.h.shape[1] <= 1 || x.h.stride[1] == 1, "quantize_activated: the columns of h must be adjacent, got stride {}", x.h.stride[1]);
+  WB_CHECK(S <= 1 || x.h.stride[0] >= x.h.shape[1], "quantize_activated: row stride {} of h is less than its {} columns", x.h.stride[0], x.h.shape[1]);
   WB_CHECK(!x.d_weight || is_gradient(x), "quantize_activated: d_weight is written beside the gradient only, da is not given");
   if (!is_gradient(x)) return values;
   WB_CHECK(
       x.da.rank == 2 && x.da.shape[0] == S && x.da.shape[1] == F && x.da.dtype == x.h.dtype && x.da.device == x.h.device && (F <= 1 || x.da.stride[1] == 1),
       "quantize_activated: da must be {} [{}, {}] with adjacent columns on {}, got {}", to_string(x.h.dtype), S, F, to_string(x.h.device), x.da.describe());
+  WB_CHECK(S <= 1 || x.da.stride[0] >= F, "quantize_activated: row stride {} of da is less than its {} columns", x.da.stride[0], F);
+  WB_CHECK(x.da.data != nullptr || x.da.size() == 0, "quantize_activated: da has no memory: {}", x.da.describe());
   return values;
 }
 
@@ -65,7 +69,7 @@ void run_wide(const Call& call) { run_unfused(call, call.x.wide); }
 
 void run(const Call& call) {
   static constexpr Implementation<Call> kList[] = {{"cuda", refuse_fused, run_fused}, {"cuda_unfused", refuse_wide, run_wide}};
-  WB_CHECK(call.stream.device == call.values.device, "quantize: the stream is on {}, the tensors are on {}", to_string(call.stream.device),
+  WB_CHECK(call.stream.device == call.values.device, "quantize_activated: the stream is on {}, the tensors are on {}", to_string(call.stream.device),
            to_string(call.values.device));
   if (call.values.device.type != DeviceType::kCpu) return select_implementation("quantize_activated", kList, call).run(call);
   Tensor wide = Tensor::zeros(call.values.dtype, {call.values.shape[0], call.values.shape[1]});

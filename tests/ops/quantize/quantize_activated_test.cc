@@ -104,6 +104,10 @@ TEST(QuantizeActivated, RefusesWithTheValues) {
   x.da = da;
   EXPECT_THAT(refused(x), HasSubstr("da must be f32 [4, 32]"));
   EXPECT_THAT(refused({}), HasSubstr("h must be f32 or bf16"));
+  x = {}, x.h = wide, x.h.stride[0] = 63;
+  EXPECT_THAT(refused(x), HasSubstr("row stride 63 of h is less than its 64 columns"));
+  x.h = wide, x.activation.kind = Activation::kClampedSwiGLU, x.activation.limit = -1;
+  EXPECT_THAT(refused(x), HasSubstr("the clamp limit must be > 0, got -1"));
 }
 
 }  // namespace

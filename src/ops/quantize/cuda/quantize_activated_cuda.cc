@@ -51,8 +51,9 @@ std::string refuse_activated(const Call& call) {
   }
   const TensorView& sums = call.x.partial_sums;
   const std::int64_t num_sums = (F + 63) / 64;
-  if (call.x.d_weight && !(sums && sums.rank == 2 && sums.shape[0] >= S && sums.shape[1] == num_sums && sums.is_contiguous() && sums.dtype == DType::kF32)) {
-    return fmt::format("needs partial_sums, contiguous f32 [{}, {}], beside d_weight", S, num_sums);
+  if (call.x.d_weight && !(sums && sums.rank == 2 && sums.shape[0] >= S && sums.shape[1] == num_sums && sums.is_contiguous() && sums.dtype == DType::kF32 &&
+                           sums.device == call.x.h.device)) {
+    return fmt::format("needs partial_sums, contiguous f32 [{}, {}] on {}, beside d_weight", S, num_sums, to_string(call.x.h.device));
   }
   if (std::string why = refuse_direction(call, *call.config, *call.out); !why.empty()) return why;
   return call.columns != nullptr ? refuse_direction(call, *call.columns, *call.columns_out) : std::string();
@@ -80,13 +81,13 @@ void run_activated(const Call& call) {
   const bool rows_alone = out.block_rows == 1 && (call.columns == nullptr || out.swizzled != nullptr), has_tiles = call.columns != nullptr || !rows_alone;
   if (rows_alone) {
     fused.is_gradient ? launch_quantize_gradient_rows(fused, out, stream) : launch_quantize_activated_rows(fused, out, stream);
-    check_launch("quantize_activated_rows");
+    check_launch(fused.is_gradient ? "quantize_gradient_rows" : "quantize_activated_rows");
   }
   if (has_tiles) {
     const CodedRows rows = call.columns != nullptr ? tiles_of(out) : CodedRows{},
                     columns = call.columns != nullptr ? coded(*call.columns, *call.columns_out) : out;
     fused.is_gradient ? launch_quantize_gradient_tiles(fused, rows, columns, stream) : launch_quantize_activated_tiles(fused, rows, columns, stream);
-    check_launch("quantize_activated_tiles");
+    check_launch(fused.is_gradient ? "quantize_gradient_tiles" : "quantize_activated_tiles");
   }
   if (x.d_weight) launch_weight_sums(fused, static_cast<float*>(x.d_weight.data), stream), check_launch("weight_sums");
 }
