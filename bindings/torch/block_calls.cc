@@ -13,7 +13,7 @@ namespace {
 constexpr std::int32_t kMaxParameters = 10, kMaxRank = 8;
 constexpr long kOtherLayout = -1;  // of d_out: Python makes a copy that fits and calls again
 
-// Filled by Python once (torch/_fast.py has the same struct), read only afterwards: calls of several threads may overlap.
+// Filled by Python once (torch/_fast.py has the same struct), read only afterwards: threads need no lock but the layer's own.
 struct Plan {
   std::uint64_t struct_size;
   const DlExchange* exchange;
@@ -65,7 +65,7 @@ bool is_contiguous(const DlTensor& tensor) {
 
 void* address(const DlTensor& tensor) { return static_cast<std::byte*>(tensor.data) + tensor.byte_offset; }
 
-// The tensor where it is what the plan was made for, else null data and false. No Python error remains.
+// Whether the object is a tensor that the plan was made for. No Python error remains.
 bool fits(const Plan& plan, PyObject* object, std::int32_t dtype, const std::int64_t* shape, std::int32_t rank, DlTensor& tensor) {
   if (plan.exchange->tensor_from_object(object, &tensor) != 0) {
     PyErr_Clear();

@@ -5,7 +5,8 @@
  * One wb_device_moe is one rank of a group of one process a GPU, or alone. forward and backward queue work on the caller's stream and return: no host wait,
  * nothing allocated but by the first calls of a stream, capturable in CUDA graphs after one call of either on that device. What a forward leaves for
  * its backward is an array of the caller's, so that any number of forwards may be in flight, a backward may run twice, and frameworks may offload it.
- * Bit-equal on repeat and between eager and captured runs. Calls of one layer must not overlap on the device; the ranks make the same calls in one order.
+ * Bit-equal on repeat and between eager and captured runs. Calls of one layer must not overlap on the device, threads that make them take turns; the ranks make
+ * the same calls in one order.
  */
 #ifndef WAYBILL_WAYBILL_DEVICE_H_
 #define WAYBILL_WAYBILL_DEVICE_H_

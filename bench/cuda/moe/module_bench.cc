@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <sstream>
 #include <string_view>
@@ -64,8 +65,11 @@ std::vector<Recipe> parse_recipes(const std::string& text) {
 std::vector<int> parse_numbers(const std::string& option, const std::string& text) {
   std::vector<int> numbers;
   for (const std::string& part : split(text)) {
-    numbers.push_back(std::stoi(part));
-    WB_CHECK(numbers.back() >= 2, "{} takes numbers from 2 on, got {}", option, part);
+    int number = 0;
+    const char* const end = part.data() + part.size();
+    const auto [stop, error] = std::from_chars(part.data(), end, number);
+    WB_CHECK(error == std::errc() && stop == end && number >= 2, "{} takes numbers from 2 on, got '{}'", option, part);
+    numbers.push_back(number);
   }
   return numbers;
 }

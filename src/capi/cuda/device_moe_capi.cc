@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 
 #include "capi/cuda/in_flight.h"
 #include "capi/cuda/process_memory.h"
@@ -51,6 +52,7 @@ struct wb_device_moe {
         saved_bytes(static_cast<std::int64_t>(most_saved_bytes(config, memory->size()))) {
     memory->everybody_is_ready();
   }
+  std::mutex calls;  // a call at a time: each sets the step up on the host before it queues its kernels
   MoeConfig config;
   std::unique_ptr<ProcessMemory> memory;
   cuda::DeviceMoeLayer layer;
@@ -152,6 +154,7 @@ wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* par
                                 const wb_device_moe_outputs* outputs, const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_moe& own = required(handle, "layer");
+    const std::lock_guard lock(own.calls);
     const TensorView inputs[] = {to_view(x, "x", Memory::kAny)};
     const std::int64_t T = tokens_of(inputs[0]);
     const ForwardOptions given(options, own, T);
@@ -183,6 +186,7 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
                                  const float* loss_weights, const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_moe& own = required(handle, "layer");
+    const std::lock_guard lock(own.calls);
     const TensorView inputs[] = {to_view(x, "x", Memory::kAny)}, d_outs[] = {to_view(d_out, "d_out", Memory::kAny)}, dxs[] = {to_view(dx, "dx", Memory::kAny)};
     const ForwardOptions given(options, own, tokens_of(inputs[0]));
     const TensorView from = checked(required(saved, "saved"), DType::kU8, {own.saved_bytes}, own.where, "saved");
