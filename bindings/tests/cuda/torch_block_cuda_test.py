@@ -212,9 +212,11 @@ def test_the_builtin_functions_have_the_bits_of_ctypes(name, monkeypatch):
     if not _fast.available():
         pytest.skip("no libwaybill_torch.so, or this PyTorch has no table of C functions for its tensors")
     block, x, d_out = make(CONFIGS[name]), rows(2, 30, 64), rows(2, 30, 64)
+    for parameter in (block.experts.gate_up_proj_bias, block.experts.down_proj_bias) if name == "expert_bias" else ():
+        parameter.data = parameter.data.float()  # as the layer takes them: nothing is converted, which is the other form's
     block.loss_scale = 0.5
     want = gradients(block, x, d_out)
-    assert next(iter(block._cuda_calls.values())).fast is not None or name == "expert_bias"
+    assert next(iter(block._cuda_calls.values())).fast is not None
     monkeypatch.setattr(_fast, "_load", lambda: None)
     block._cuda_calls, block._last_calls = {}, None
     assert equal(gradients(block, x, d_out), want) and next(iter(block._cuda_calls.values())).fast is None
