@@ -63,7 +63,7 @@ WB_API wb_status wb_device_moe_get_status(wb_device_moe* layer, wb_step_status* 
 /* ---- dispatch and combine --------------------------------------------------------------------------------------------- */
 
 /* One rank's exchange on one GPU. Each call plans its batch again from the compact routes, so that no state lives between calls. config: as
-   wb_exchange_create; T_max must be given, H a multiple of 8. Otherwise as wb_device_moe_create. */
+   wb_exchange_create; T_max must be given, H a multiple of 8. One thread at a time: nothing locks it. Otherwise as wb_device_moe_create. */
 typedef struct wb_device_exchange wb_device_exchange;
 WB_API wb_status wb_device_exchange_create(const wb_exchange_config* config, int32_t device, const wb_process_group* group,
                                            wb_device_exchange** exchange) WB_NOEXCEPT;
