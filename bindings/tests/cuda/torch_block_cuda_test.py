@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """waybill.torch.MoE on CUDA tensors against a loop over experts in float32: values, gradients, hard routes, graphs, several batches in flight, refusals."""
 
-import copy
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from conftest import reference as load_reference
@@ -233,14 +234,6 @@ def test_checkpointing_and_offload_keep_the_bits():
     assert equal([out, *torch.autograd.grad(out, [leaf, *block.parameters()], d_out)], want)
 
 
-def test_graphed_callables_have_the_bits_of_eager_calls():
-    block, (x, d_out, sample) = make(CONFIG), (rows(60, 64) for _ in range(3))
-    # A copy: PyTorch refuses to capture what still has a graph of another stream.
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(block), (sample.clone().requires_grad_(),))
-    for given in (x, sample, x):
-        assert equal(gradients(graphed, given, d_out), gradients(block, given, d_out))
-
-
 def test_nothing_waits_and_graphs_replay_with_other_data():
     block, x, d_out = make(CONFIG), rows(128, 64), rows(128, 64)
     leaf = x.clone().requires_grad_()
@@ -333,3 +326,32 @@ def test_refusals_name_what_is_wrong():
     fresh = make(dataclasses.replace(CONFIG, T_max=77))
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="allocates and cannot be captured"):
         fresh(x)
+
+
+GRAPHED = """
+import copy
+import torch
+import waybill.torch as wbt
+
+torch.manual_seed(1)
+block = wbt.MoE(wbt.MoeConfig(H=64, F=48, router=wbt.RouterConfig(E=8, K=2, aux_coefficient=0.05), recipe="bf16"), device="cuda", dtype=torch.bfloat16)
+x, d_out, sample = (torch.randn(60, 64, device="cuda").bfloat16() for _ in range(3))
+# A copy: PyTorch refuses to capture what still has a graph of another stream.
+graphed = torch.cuda.make_graphed_callables(copy.deepcopy(block), (sample.clone().requires_grad_(),))
+
+def gradients(block, given):
+    leaf = given.clone().requires_grad_()
+    out = block(leaf)
+    return [out.detach().clone(), *torch.autograd.grad(out, [leaf, *block.parameters()], d_out)]
+
+for given in (x, sample, x):
+    got = [value.clone() for value in gradients(graphed, given)]
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(block, given), strict=True))
+print("equal")
+"""
+
+
+def test_graphed_callables_have_the_bits_of_eager_calls():
+    """In a process of its own: a capture that fails leaves CUDA unusable."""
+    run = subprocess.run([sys.executable, "-c", GRAPHED], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.split() == ["equal"], run.stderr[-3000:]
