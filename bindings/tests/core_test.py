@@ -255,7 +255,7 @@ class Ops(unittest.TestCase):
         self.assertEqual(back.tolist(), x.tolist())
 
     def test_an_activation_is_quantised_from_its_inputs(self):
-        h, weight = floats(2, 2, values=[0, 3, 1000, 2]), array.array("f", [1, 0.25])  # silu(0) * 3, and silu(1000) * 2 weighted: 0 and 500
+        h, weight = floats(2, 2, values=[0, 3, 1000, 2]), floats(2, values=[1, 0.25])  # silu(0) * 3, and silu(1000) * 2 weighted: 0 and 500
         codes, scales = floats(2, 1, dtype="B"), floats(2, 1)
         codes_view = view(codes)
         codes_view.struct.dtype = _abi.F8E4M3
