@@ -20,6 +20,7 @@ struct Fp8Sizes {
   bool turned = false;  // kNT: B from turned tiles of a [groups, k, n] tensor
   bool bias = false;
   bool row_scales = false;      // kNT: A's scales of a row are adjacent, not those of a column
+  bool odd_scales = false;      // kNT: columns of A's scales at a distance that the copy engine does not take
   bool small_integers = false;  // operands whose sums are exact
   std::int64_t spare_rows = 37;
 };
@@ -58,7 +59,7 @@ class Fp8Case {
     p.form = s_.form, p.output = s_.output, p.types = s_.types, p.groups = groups_, p.rows = rows_, p.m = s_.m, p.n = s_.n, p.k = s_.k;
     p.a = a_.data(), p.b = b_.data(), p.a_scales = a_scales_.as<float>(), p.b_scales = b_scales_.as<float>();
     const std::int64_t k_blocks = (s_.k + 127) / 128, n_blocks = (s_.n + 127) / 128;
-    p.a_scale_stride = s_.row_scales ? k_blocks : 1, p.a_scale_k = s_.row_scales ? 1 : rows_, p.b_scale_group = k_blocks * n_blocks;
+    p.a_scale_stride = s_.row_scales ? k_blocks : 1, p.a_scale_k = s_.row_scales ? 1 : column_of_scales(), p.b_scale_group = k_blocks * n_blocks;
     p.b_scale_column = s_.turned ? 1 : k_blocks, p.b_scale_k = s_.turned ? n_blocks : 1;
     p.b_is_turned = s_.turned, p.max_blocks = max_blocks_, p.offsets = offsets_.as<std::int32_t>(), p.d = d_.data();
     p.bias = s_.bias ? bias_.as<float>() : nullptr, p.status = status_.device_ptr();
@@ -113,12 +114,13 @@ class Fp8Case {
     return buffer;
   }
   static Stream stream() { return {Device{DeviceType::kCuda, 0}, nullptr, nullptr}; }
+  std::int64_t column_of_scales() const { return s_.odd_scales ? rows_ | 1 : (rows_ + 3) / 4 * 4; }
   void make_rows(ElementFormat element) {
     const std::int64_t blocks = (s_.k + 127) / 128;
     const DeviceBuffer x = wide(rows_ * s_.k, 1);
-    a_ = nan(rows_ * s_.k, 0x7f), a_scales_ = nan(rows_ * blocks * 4, 0xff);
+    a_ = nan(rows_ * s_.k, 0x7f), a_scales_ = nan((rows_ + 4) * blocks * 4, 0xff);
     TensorView scales = view(a_scales_, DType::kF32, {rows_, blocks});
-    if (!s_.row_scales) scales.stride[0] = 1, scales.stride[1] = rows_;
+    if (!s_.row_scales) scales.stride[0] = 1, scales.stride[1] = column_of_scales();
     quantize({element, s_.scale, ScaleRule::kRoundUp, 1, 128}, view(x, DType::kBF16, {rows_, s_.k}), view(offsets_, DType::kI32, {groups_ + 1}),
              {view(a_, DType::kU8, {rows_, s_.k}), scales, {}}, stream());
     WB_TRY_CUDA(cudaDeviceSynchronize());

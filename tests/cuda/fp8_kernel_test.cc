@@ -77,7 +77,8 @@ TEST(GroupedFp8Cuda, WidthsOfModelsAndPartialTiles) {
           const bool is_tn = form == GemmForm::kTN;
           if (turned && is_tn) continue;
           Fp8Sizes sizes{form, GemmOutput::kBf16, Fp8Types::kE4M3, {130, 0, 1, 300, 64}, is_tn ? k : 0, n, is_tn ? 0 : k};
-          sizes.bias = !is_tn, sizes.turned = turned, sizes.row_scales = n == 136, sizes.scale = k == 768 ? ScaleFormat::kF32 : ScaleFormat::kPowerOfTwo;
+          sizes.bias = !is_tn, sizes.turned = turned, sizes.row_scales = n == 136, sizes.odd_scales = n == 64 || n == 1408;
+          sizes.scale = k == 768 ? ScaleFormat::kF32 : ScaleFormat::kPowerOfTwo;
           expect_right(sizes, tuned(sizes), 300000);
         }
       }
@@ -106,6 +107,31 @@ TEST(GroupedFp8Cuda, NoRowsAndOneGroup) {
       c.run(tuned(sizes));
       const GemmCheck got = c.check();
       EXPECT_EQ(got.wrong, 0) << name_of(sizes, {}) << ": " << got.describe();
+    }
+  }
+}
+
+// 66 clusters share the units: 67 and a few more leave a last round of few, which is cut by columns.
+TEST(GroupedFp8Cuda, ACutLastRoundHasTheSameBits) {
+  WB_NEEDS_HOPPER();
+  for (const std::vector<int>& counts : {std::vector<int>{67 * 256}, std::vector<int>{9000, 0, 8300, 130, 5, 700}}) {
+    for (const int n : {256, 328, 648}) {
+      for (const bool turned : {false, true}) {
+        Fp8Sizes sizes{GemmForm::kNT, GemmOutput::kBf16, Fp8Types::kE4M3, counts, 0, n, 400};
+        sizes.turned = turned, sizes.bias = n == 328;
+        const Fp8Case c(sizes);
+        Fp8Tuning tuning{{256, 4, 2, 2}, 2};
+        tuning.cuts_last_round = false;
+        c.run(tuning);
+        const std::vector<unsigned char> whole = c.result();
+        tuning.cuts_last_round = true;
+        for (int again = 0; again < 2; ++again) {
+          c.run(tuning);
+          const GemmCheck got = c.check(300000);
+          EXPECT_EQ(got.wrong, 0) << name_of(sizes, tuning) << ": " << got.describe();
+          EXPECT_TRUE(c.result() == whole) << name_of(sizes, tuning) << ", run " << again;
+        }
+      }
     }
   }
 }

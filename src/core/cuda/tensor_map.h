@@ -17,5 +17,8 @@ CUtensorMap make_tensor_map(const char* name, DType dtype, const void* data, std
 // The same with rows and planes at any distance, in elements (multiples of 16 bytes): planes may be blocks of columns side by side.
 CUtensorMap make_strided_tensor_map(const char* name, DType dtype, const void* data, std::int64_t planes, std::int64_t rows, std::int64_t columns,
                                     std::int64_t row_stride, std::int64_t plane_stride, int box_rows);
+// A map over f32 [rows, columns], rows row_stride elements apart, whose boxes of one row by box_columns columns (256 at most) lie in shared memory as they are;
+// a box must start at a multiple of 4 columns.
+CUtensorMap make_row_map(const char* name, const float* data, std::int64_t rows, std::int64_t columns, std::int64_t row_stride, int box_columns);
 
 }  // namespace waybill::cuda

@@ -14,14 +14,15 @@ struct Fp8Config {
   static constexpr Fp8Types kTypes = kTypes_;
   static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
   static constexpr int kBytesA = gemm_limits::kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
-  static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps, kScaleWarps = 2;
-  static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN);
+  static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps;
+  static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN), kFirstScaleB = fp8_limits::first_scale_b(kForm);
   // Columns of a matrix instruction. 192: more than one product would leave the tensor cores waiting for A twice.
   static constexpr int kPartN = kBlockN == 192 ? 192 : 128, kParts = kBlockN / kPartN;
   static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
   // Registers a thread after launch; walking groups by blocks takes more.
-  static constexpr int kProducerRegisters = kForm == GemmForm::kTN ? 56 : 40, kMathRegisters = kForm == GemmForm::kTN ? 224 : 232;
+  static constexpr int kProducerRegisters = 56, kMathRegisters = 224;
   static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kBuffers > 2;  // grouped_accumulate.cuh
+  static constexpr bool kCutsLastRound = kForm == GemmForm::kNT && kOutput == GemmOutput::kBf16 && kBlockN == 256 && kCluster == 2;
   static constexpr int kSumBuffers = kFetches ? kBuffers : 1;
   using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN>;
 };
@@ -30,7 +31,7 @@ template <class C>
 struct Fp8Shared {
   std::uint8_t stages[C::kStages][C::kBytesA + C::kBytesB];
   std::uint8_t buffers[C::kMathWarps][C::kBuffers][gemm_limits::kBufferBytes];
-  alignas(16) float scales[C::kStages][C::kScaleFloats];  // of A's rows, then of B
+  alignas(128) float scales[C::kStages][C::kScaleFloats];
   std::uint64_t full[C::kStages], empty[C::kStages], sums_full[C::kMathWarps][C::kSumBuffers];
   std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[kUnitSlots];

@@ -13,6 +13,8 @@ namespace waybill::cuda {
 enum class Fp8Types : int { kE4M3 = 0, kE5M2E4M3 = 1, kE4M3E5M2 = 2 };
 
 struct Fp8Params : GroupedParams {
+  CUtensorMap a_scale_map, b_scale_map;  // of scales that the copy engine loads: kNT A's where has_scale_map, kTN both
+  bool has_scale_map;
   const float *a_scales, *b_scales;
   std::int64_t a_scale_stride, a_scale_k;                 // kNT: floats from one row to the next, from one k block; kTN: from one block, -
   std::int64_t b_scale_group, b_scale_column, b_scale_k;  // kNT: floats from one group, 128 columns of D, k block to the next
@@ -24,7 +26,11 @@ struct Fp8Params : GroupedParams {
 namespace fp8_limits {
 inline constexpr int kBlockK = 128;
 inline constexpr int kScalesA = gemm_limits::kBlockM;
-constexpr int scale_floats(GemmForm form, int block_n) { return kScalesA + (form == GemmForm::kTN ? block_n : 4); }
+// kNT: rows of a box of A's scales. The copy engine takes starts at multiples of 16 bytes only, so a box begins up to three rows before the tile.
+inline constexpr int kScaleBox = kScalesA + 4;
+// Floats of a stage's scales, whole pieces of 128 bytes: of A's rows, and of B from first_scale_b() on.
+constexpr int scale_floats(GemmForm form, int block_n) { return form == GemmForm::kTN ? kScalesA + block_n : kScaleBox + 28; }
+constexpr int first_scale_b(GemmForm form) { return form == GemmForm::kTN ? kScalesA : kScaleBox + 4; }
 // A stage holds as many bytes as one of 16-bit elements of half the depth.
 constexpr int shared_bytes(GemmForm form, const GemmTile& tile) {
   return gemm_limits::shared_bytes(tile) - gemm_limits::kControlBytes + tile.stages * scale_floats(form, tile.block_n) * 4 +

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warps 0, 2 and 3 of an 8-bit grouped matmul CTA (fp8_sm90.cuh): tensor copies of codes, 4- and 16-byte copies of scales. Warp 1 draws units
-// as the bf16 kernels' does.
+// Warps 0, 2 and 3 of an 8-bit grouped matmul CTA (fp8_sm90.cuh): tensor copies of codes and of scales that a map
+// describes, 4-byte copies of others. Warp 1 draws units as the bf16 kernels' does.
 #pragma once
 
 #include "ops/gemm/cuda/fp8_config.cuh"
@@ -24,6 +24,15 @@ __device__ __forceinline__ void load_codes(const Fp8Params& p, const Unit& u, st
   }
   if (u.n0 >= p.n) return;
   constexpr int kRows = C::kBlockN / 2;
+  if (C::kCutsLastRound && u.is_narrow()) {  // one of the two boxes
+    const int plane = p.b_blocks > 0 ? u.group * p.b_blocks + block : u.group, first = p.b_blocks > 0 ? 0 : block * fp8_limits::kBlockK;
+    if (!shared_b) {
+      ptx::tensor_load_3d(to + C::kBytesA, &p.b, first, u.n0, plane, bar);
+    } else if (rank == 0) {
+      ptx::tensor_load_3d_multicast(to + C::kBytesA, &p.b, first, u.n0, plane, bar, 3);
+    }
+    return;
+  }
   const bool b_in_blocks = in_blocks || p.b_blocks > 0;
   const int x = b_in_blocks ? 0 : block * fp8_limits::kBlockK;
   const int z = in_blocks ? u.k_row + block : (p.b_blocks > 0 ? u.group * p.b_blocks + block : u.group);
@@ -48,7 +57,11 @@ __device__ void copy_codes(const Fp8Params& p, Fp8Shared<C>& shared, int rank) {
     if (u.num_blocks < 0) return;
     const bool has_columns = u.n0 < p.n, loads_a = has_columns || (C::kCluster == 2 && u.pair == kPairN);
     const int halves = u.m_valid > 64 ? 2 : 1;
-    const std::uint32_t bytes = static_cast<std::uint32_t>((loads_a ? halves * gemm_limits::kHalfBytes : 0) + (has_columns ? C::kBytesB : 0));
+    const bool has_scales = has_columns && (C::kForm == GemmForm::kTN || p.has_scale_map);
+    const int bytes_b = C::kCutsLastRound && u.is_narrow() ? C::kBytesB / 2 : C::kBytesB;
+    constexpr int kScaleBytes = 4 * (C::kForm == GemmForm::kTN ? C::kScaleFloats : fp8_limits::kScaleBox);
+    const std::uint32_t bytes =
+        static_cast<std::uint32_t>((loads_a ? halves * gemm_limits::kHalfBytes : 0) + (has_columns ? bytes_b : 0) + (has_scales ? kScaleBytes : 0));
     constexpr int kLead = 4;  // see copy_blocks()
     if (u.num_blocks == 0) ptx::mbarrier_arrive(&shared.unit_wanted);
     for (int block = 0; block < u.num_blocks; ++block) {
@@ -56,43 +69,31 @@ __device__ void copy_codes(const Fp8Params& p, Fp8Shared<C>& shared, int rank) {
       ptx::mbarrier_wait(&shared.empty[stages.slot], stages.parity ^ 1);
       std::uint64_t* bar = &shared.full[stages.slot];
       ptx::mbarrier_arrive_expect(bar, bytes);
+      if (has_scales) {
+        const int row = C::kForm == GemmForm::kTN ? u.k_row + block : block;
+        float* scales = shared.scales[stages.slot];
+        ptx::tensor_load_2d(scales, &p.a_scale_map, C::kForm == GemmForm::kTN ? u.m0 : u.m0 & ~3, row, bar);
+        if constexpr (C::kForm == GemmForm::kTN) ptx::tensor_load_2d(scales + C::kFirstScaleB, &p.b_scale_map, u.n0, row, bar);
+      }
       load_codes<C>(p, u, shared.stages[stages.slot], bar, block, halves, loads_a, rank);
       stages.advance();
     }
   }
 }
 
-// --- warps 2 and 3 ---
-// Scales of one k block; what lies outside the tensors becomes 0. thread: 0 to 63.
+// --- warps 2 and 3: scales of kNT, which have strides ---
+// Warps that copy scales: both where no map describes A's, or one for those of B's tiles alone.
 template <class C>
-__device__ __forceinline__ void load_scales(const Fp8Params& p, const Unit& u, float* to, int block, int thread) {
-  if constexpr (C::kForm == GemmForm::kNT) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = thread + 64 * h;
-      const bool is_there = row < u.m_valid;
-      const std::int64_t at = is_there ? (u.m0 + row) * p.a_scale_stride + block * p.a_scale_k : 0;
-      ptx::copy_async_4(ptx::smem_address(to + row), p.a_scales + at, is_there);
-    }
-    if (thread < C::kParts) {
-      const bool is_there = u.n0 + 128 * thread < p.n;
-      const std::int64_t at = is_there ? u.group * p.b_scale_group + (u.n0 / 128 + thread) * p.b_scale_column + block * p.b_scale_k : 0;
-      ptx::copy_async_4(ptx::smem_address(to + fp8_limits::kScalesA + thread), p.b_scales + at, is_there);
-    }
-  } else {
-    const std::int64_t row = u.k_row + block;
-    if (4 * thread < C::kBlockN) {
-      const bool is_there = row < p.max_blocks && u.n0 + 4 * thread < p.n;
-      ptx::copy_async_16(ptx::smem_address(to + fp8_limits::kScalesA + 4 * thread), p.b_scales + (is_there ? row * p.b_scale_stride + u.n0 + 4 * thread : 0),
-                         is_there);
-    }
-    if (thread < 32) {
-      const bool is_there = row < p.max_blocks && u.m0 + 4 * thread < p.m;
-      ptx::copy_async_16(ptx::smem_address(to + 4 * thread), p.a_scales + (is_there ? row * p.a_scale_stride + u.m0 + 4 * thread : 0), is_there);
-    }
-  }
+__device__ __forceinline__ int scale_warps(const Fp8Params& p) {
+  return C::kForm == GemmForm::kTN ? 0 : (p.has_scale_map ? 1 : 2);
+}
+// Their arrivals at a stage's barrier.
+template <class C>
+__device__ __forceinline__ int scale_arrivals(const Fp8Params& p) {
+  return C::kForm == GemmForm::kTN ? 0 : (p.has_scale_map ? C::kParts : 64);
 }
 
+// What lies outside the tensors becomes 0. thread: 0 to 63, with a map 0 to 31.
 template <class C>
 __device__ void copy_scales(const Fp8Params& p, Fp8Shared<C>& shared) {
   const int thread = static_cast<int>(threadIdx.x) - 64;
@@ -105,10 +106,22 @@ __device__ void copy_scales(const Fp8Params& p, Fp8Shared<C>& shared) {
     if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.unit_empty[units.slot]);
     units.advance();
     if (u.num_blocks < 0) return;
-    for (int block = 0; block < u.num_blocks; ++block) {
+    const bool has_tile = thread < C::kParts && u.n0 + 128 * thread < p.n;
+    const float* tile = p.b_scales + (has_tile ? u.group * p.b_scale_group + (u.n0 / 128 + thread) * p.b_scale_column : 0);
+    const std::int64_t step = has_tile ? p.b_scale_k : 0;
+    for (int block = 0; block < u.num_blocks; ++block, tile += step) {
       ptx::mbarrier_wait(&shared.empty[stages.slot], stages.parity ^ 1);
-      load_scales<C>(p, u, shared.scales[stages.slot], block, thread);
-      ptx::copy_async_arrive(&shared.full[stages.slot]);
+      if (thread < C::kParts) ptx::copy_async_4(ptx::smem_address(&shared.scales[stages.slot][C::kFirstScaleB + thread]), tile, has_tile);
+      if (!p.has_scale_map) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = thread + 64 * h;
+          const bool is_there = row < u.m_valid;
+          const std::int64_t at = is_there ? (u.m0 + row) * p.a_scale_stride + block * p.a_scale_k : 0;
+          ptx::copy_async_4(ptx::smem_address(&shared.scales[stages.slot][row + (u.m0 & 3)]), p.a_scales + at, is_there);
+        }
+      }
+      if (!p.has_scale_map || thread < C::kParts) ptx::copy_async_arrive(&shared.full[stages.slot]);
       stages.advance();
     }
   }

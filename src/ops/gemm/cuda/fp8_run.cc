@@ -48,6 +48,13 @@ void fill_operands(Fp8Params& params, const Fp8Problem& p, const GemmTile& tile)
   params.d = make_tensor_map("d", p.output == GemmOutput::kBf16 ? DType::kBF16 : DType::kF32, p.d, is_tn ? p.groups : 1, is_tn ? p.m : p.rows, p.n,
                              gemm_limits::kBufferRows);
   params.a_scales = p.a_scales, params.b_scales = p.b_scales;
+  params.has_scale_map = !is_tn && p.a_scale_stride == 1 && p.a_scale_k % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.a_scales) % 16 == 0;
+  if (is_tn) {
+    params.a_scale_map = make_row_map("a's scales", p.a_scales, p.max_blocks, p.m, p.m, fp8_limits::kScalesA);
+    params.b_scale_map = make_row_map("b's scales", p.b_scales, p.max_blocks, p.n, p.n, tile.block_n);
+  } else if (params.has_scale_map) {
+    params.a_scale_map = make_row_map("a's scales", p.a_scales, k_blocks, p.rows, p.a_scale_k, fp8_limits::kScaleBox);
+  }
   params.a_scale_stride = is_tn ? p.m : p.a_scale_stride, params.a_scale_k = p.a_scale_k, params.b_scale_stride = p.n;
   params.b_scale_group = p.b_scale_group, params.b_scale_column = p.b_scale_column, params.b_scale_k = p.b_scale_k;
   params.b_blocks = p.b_is_turned ? static_cast<int>(k_blocks) : 0, params.max_blocks = static_cast<int>(p.max_blocks);
@@ -107,6 +114,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
   params.d_stride = p.n, params.d_plane = p.m * p.n;
+  params.cuts_last_round = tuning.cuts_last_round;
   params.band = tuning.band, params.d_data = p.d, params.bias = p.bias, params.status = p.status;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
   std::int64_t units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
@@ -148,7 +156,9 @@ Fp8Tuning choose_fp8_tuning(const Fp8Problem& p, int num_sms) {
   for (const Choice& choice : kChoices) {
     const std::int64_t mean = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
     const std::int64_t units = p.groups * units_of_tiles(div_up(mean, kBlockM), div_up(p.n, choice.tile.block_n), choice.tile.cluster);
-    const double cost = static_cast<double>(div_up(units, num_sms / choice.tile.cluster) * choice.tile.block_n) * choice.cost;
+    const std::int64_t clusters = num_sms / choice.tile.cluster, last = units % clusters;
+    const bool is_cut = choice.tile.block_n == 256 && p.output == GemmOutput::kBf16 && units > clusters && last > 0 && 2 * last <= clusters;
+    const double rounds = static_cast<double>(div_up(units, clusters)) - (is_cut ? 0.5 : 0.0), cost = rounds * choice.tile.block_n * choice.cost;
     if (best_cost == 0 || cost < best_cost) best.tile = choice.tile, best_cost = cost;
   }
   return best;

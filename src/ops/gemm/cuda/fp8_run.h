@@ -20,7 +20,8 @@ struct Fp8Problem {
   std::int64_t m = 0, n = 0, k = 0;  // m: kTN only; k: kNT only
   const void *a, *b;
   const float *a_scales, *b_scales;
-  // kNT: scales of A, [rows, k blocks] with any strides; those of adjacent rows adjacent (1) is fastest. kTN: [blocks, m].
+  // kNT: scales of A, [rows, k blocks] with any strides; those of adjacent rows adjacent (1), columns aligned to
+  // 16 bytes is fastest: the copy engine loads them. kTN: [blocks, m].
   std::int64_t a_scale_stride = 0, a_scale_k = 1;
   // kNT: scales of B's tiles, [groups, n blocks, k blocks] with any strides. b_is_turned: B is [groups * k blocks, n, 128], as quantize() turns
   // tiles of a [groups, k, n] tensor.
@@ -38,6 +39,7 @@ struct Fp8Tuning {
   GemmTile tile{256, 4, 2, 2};
   int band = 8;
   int slices_per_cluster = 2, min_slice_blocks = 8;
+  bool cuts_last_round = true;  // of the tiles of 256 columns with bf16 results; the others never do
   bool overlap = true;
 };
 

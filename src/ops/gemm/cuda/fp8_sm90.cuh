@@ -3,7 +3,7 @@
 //
 // Grid, units, clusters and the result's way to memory are those of grouped_sm90.cuh. What differs:
 //   k blocks of 128 codes, the same 128 bytes of a row; both operands lie k-adjacent, which is all that 8-bit matrix instructions take
-//   warps 2, 3   copy scales beside each k block into its stage; their 64 threads count on the stage's barrier as the copy engine does
+//   warps 2, 3   kNT: copy scales that no map describes beside each k block into its stage; they count on its barrier as the copy engine does
 //   warps 4-11   a k block's products are summed by the tensor cores alone (which keep about 14 bits), 128 columns at a time, and then added
 //                in fp32 under their scales. While one warpgroup adds, the tensor cores work for the other.
 // Bytes: every tile reads (128 + kBlockN) x k codes, mostly from the L2, and writes D once.
@@ -15,30 +15,64 @@
 
 namespace waybill::cuda {
 
-// What a thread keeps of a k block's scales: those of its two rows, times that of a part's columns (kNT).
-struct RowScales {
-  float low, high;
+// A k block's scales that a thread loads before it waits for the products: those of its two rows; kNT: of B's tiles, kTN: of its first columns.
+template <class C>
+struct BlockScales {
+  static constexpr int kColumnsAhead = C::kForm == GemmForm::kTN ? 4 : 1;
+  float low, high, tiles[C::kParts];
+  float2 columns[kColumnsAhead];
 };
+
+template <class C>
+__device__ __forceinline__ float2 column_scales(const float* columns, int part, int step, int lane) {
+  return *reinterpret_cast<const float2*>(columns + C::kPartN * part + 8 * step + 2 * (lane % 4));
+}
+
+template <class C>
+__device__ __forceinline__ BlockScales<C> load_scales(const Fp8Shared<C>& shared, int slot, int row, int lane) {
+  BlockScales<C> s;
+  const float *a = shared.scales[slot], *b = a + C::kFirstScaleB;
+  s.low = a[row], s.high = a[row + 8];
+  if constexpr (C::kForm == GemmForm::kNT) {
+#pragma unroll
+    for (int i = 0; i < C::kParts; ++i) s.tiles[i] = b[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < s.kColumnsAhead; ++i) s.columns[i] = column_scales<C>(b, 0, i, lane);
+  }
+  return s;
+}
 
 // acc += part under scales. columns: of B, one a column (kTN).
 template <class C>
-__device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const float (&part)[C::kPartN / 2], int index, const RowScales& s, const float* columns,
-                                        int lane) {
+__device__ __forceinline__ void promote(float (&acc)[C::kBlockN / 2], const float (&part)[C::kPartN / 2], int index, const BlockScales<C>& s,
+                                        const float* columns, int lane) {
+  constexpr int kSteps = C::kPartN / 8;
   if constexpr (C::kForm == GemmForm::kNT) {
+    const float low = s.low * s.tiles[index], high = s.high * s.tiles[index];
 #pragma unroll
-    for (int j = 0; j < C::kPartN / 2; j += 4) {
-      float* to = acc + C::kPartN / 2 * index + j;
-      to[0] = fmaf(part[j], s.low, to[0]), to[1] = fmaf(part[j + 1], s.low, to[1]);
-      to[2] = fmaf(part[j + 2], s.high, to[2]), to[3] = fmaf(part[j + 3], s.high, to[3]);
+    for (int step = 0; step < kSteps; ++step) {
+      const float* from = part + 4 * step;
+      float* to = acc + C::kPartN / 2 * index + 4 * step;
+      to[0] = fmaf(from[0], low, to[0]), to[1] = fmaf(from[1], low, to[1]);
+      to[2] = fmaf(from[2], high, to[2]), to[3] = fmaf(from[3], high, to[3]);
     }
   } else {
+    // A step's sums free registers for the scales of two more steps: loads stay ahead of their use, or each would be waited for.
+    float2 column[kSteps];
 #pragma unroll
-    for (int j = 0; j < C::kPartN / 2; j += 4) {
-      float* to = acc + C::kPartN / 2 * index + j;
-      const float2 column = *reinterpret_cast<const float2*>(columns + C::kPartN * index + 2 * j + 2 * (lane % 4));
-      to[0] = fmaf(part[j] * column.x, s.low, to[0]), to[1] = fmaf(part[j + 1] * column.y, s.low, to[1]);
-      to[2] = fmaf(part[j + 2] * column.x, s.high, to[2]), to[3] = fmaf(part[j + 3] * column.y, s.high, to[3]);
-      if (j % 16 == 12) asm volatile("" ::: "memory");  // or all columns' scales are loaded at once: spills
+    for (int step = 0; step < s.kColumnsAhead; ++step) column[step] = index == 0 ? s.columns[step] : column_scales<C>(columns, index, step, lane);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int next = s.kColumnsAhead + 2 * step; next < s.kColumnsAhead + 2 * step + 2; ++next) {
+        if (next < kSteps) column[next] = column_scales<C>(columns, index, next, lane);
+      }
+      asm volatile("" ::: "memory");  // or all are loaded at once: spills
+      const float* from = part + 4 * step;
+      float* to = acc + C::kPartN / 2 * index + 4 * step;
+      to[0] = fmaf(from[0] * column[step].x, s.low, to[0]), to[1] = fmaf(from[1] * column[step].y, s.low, to[1]);
+      to[2] = fmaf(from[2] * column[step].x, s.high, to[2]), to[3] = fmaf(from[3] * column[step].y, s.high, to[3]);
     }
   }
 }
@@ -57,35 +91,33 @@ __device__ __forceinline__ void start_part(float (&part)[C::kPartN / 2], int slo
   ptx::wgmma_commit();
 }
 
-// All blocks of a unit. hand_on(slot) gives a stage back. Between a part's products and the next part's only the sums remain: what needs a way to shared
-// memory, scales and the next stage's barrier, goes while the tensor cores work.
+// All blocks of a unit. hand_on(slot) gives a stage back. skipped: scales in a stage before those of the tile's first row. Between a part's products and the
+// next part's only the sums remain: what needs a way to shared memory, scales and the next stage's barrier, goes while the tensor cores work.
 template <class C, class HandOn>
-__device__ __forceinline__ void multiply_blocks(float (&acc)[C::kBlockN / 2], Fp8Shared<C>& shared, int num_blocks, Ring<C::kStages>& stages,
-                                                const MathThread& t, const HandOn& hand_on) {
+__device__ __forceinline__ void multiply_blocks(float (&acc)[C::kBlockN / 2], Fp8Shared<C>& shared, int num_blocks, Ring<C::kStages>& stages, int skipped,
+                                                bool is_narrow, const MathThread& t, const HandOn& hand_on) {
   const int thread = ptx::thread_index() % 128, lane = thread % 32, row = 64 * t.warpgroup + 16 * (thread / 32) + lane / 4;
   bool is_full = ptx::mbarrier_try(&shared.full[stages.slot], stages.parity);
 #pragma unroll 1
   for (; num_blocks > 0; --num_blocks) {
     if (!is_full) ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
     const int slot = stages.slot;
-    const float* scales = shared.scales[slot];
+    BlockScales<C> scales;
 #pragma unroll
     for (int index = 0; index < C::kParts; ++index) {
       float part[C::kPartN / 2];
       start_part<C>(part, slot, index, t);
-      RowScales s{scales[row], scales[row + 8]};
-      if constexpr (C::kForm == GemmForm::kNT) {
-        const float of_part = scales[fp8_limits::kScalesA + index];
-        s.low *= of_part, s.high *= of_part;
-      }
-      if (index == C::kParts - 1) stages.advance();
+      if (index == 0) scales = load_scales<C>(shared, slot, row + skipped, lane);
+      const bool is_last = index == C::kParts - 1 || (C::kCutsLastRound && is_narrow);
+      if (is_last) stages.advance();
       ptx::wgmma_wait<0>();
       ptx::wgmma_keep(part);
-      if (index == C::kParts - 1) {
+      if (is_last) {
         if (C::kForm == GemmForm::kNT) hand_on(slot);
         is_full = num_blocks > 1 && ptx::mbarrier_try(&shared.full[stages.slot], stages.parity);
       }
-      promote<C>(acc, part, index, s, scales + fp8_limits::kScalesA, lane);
+      promote<C>(acc, part, index, scales, shared.scales[slot] + C::kFirstScaleB, lane);
+      if (is_last) break;
     }
     if (C::kForm == GemmForm::kTN) __syncwarp(), hand_on(slot);
   }
@@ -122,13 +154,14 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
     if (u.num_slices == 1 && ptx::thread_index() % 32 == 0 && fetches_sums(u, warp)) start_sums<C>(p, shared, u, warp);
     __syncwarp();
   }
-  multiply_blocks<C>(acc, shared, num_blocks, stages, t, hand_on);
+  const bool is_narrow = C::kCutsLastRound && uniform(u.slice) != 0;
+  multiply_blocks<C>(acc, shared, num_blocks, stages, C::kForm == GemmForm::kNT ? uniform(u.m0) & 3 : 0, is_narrow, t, hand_on);
   if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.warpgroup, ptx::thread_index() % 128, &shared.came_second[t.warpgroup])) {
     return;
   }
   // Found again, as `u` is: over the loop above every register counts.
   const int thread = ptx::thread_index() % 128, warp = 4 * t.warpgroup + uniform(thread / 32), warp_row = 16 * warp, lane = thread % 32;
-  const int columns = p.n - uniform(u.n0);
+  const int columns = is_narrow ? min(p.n - uniform(u.n0), C::kBlockN / 2) : p.n - uniform(u.n0);
   if (C::kForm == GemmForm::kNT && p.bias != nullptr) {
     add_bias<C::kBlockN>(acc, p.bias + static_cast<std::int64_t>(u.group) * p.n + u.n0, columns, lane % 4, true, true);
   }
@@ -138,7 +171,7 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
     return;
   }
   const WarpTarget target{C::kForm == GemmForm::kTN ? u.group : 0, u.m0 + warp_row, u.n0, u.m_valid - warp_row, columns, lane, first_element(warp_row)};
-  store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target);
+  store_tile<C::kBlockN, C::kOutput, C::kBuffers>(acc, shared.buffers[warp][0], p, target, is_narrow);
 }
 
 template <class C>
@@ -172,10 +205,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_fp8_sm90(const __grid_
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b), ptx::prefetch_tensor_map(&p.d);
-    for (int i = 0; i < C::kStages; ++i)
-      ptx::mbarrier_init(&shared.full[i], 1 + 32 * C::kScaleWarps), ptx::mbarrier_init(&shared.empty[i], C::kCluster * C::kMathWarps);
-    for (int i = 0; i < kUnitSlots; ++i)
-      ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + C::kScaleWarps + C::kMathWarps);
+    if (C::kForm == GemmForm::kTN || p.has_scale_map) ptx::prefetch_tensor_map(&p.a_scale_map);
+    if (C::kForm == GemmForm::kTN) ptx::prefetch_tensor_map(&p.b_scale_map);
+    const auto warps = static_cast<std::uint32_t>(scale_warps<C>(p)), arrivals = static_cast<std::uint32_t>(scale_arrivals<C>(p));
+    for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(&shared.full[i], 1 + arrivals), ptx::mbarrier_init(&shared.empty[i], C::kCluster * C::kMathWarps);
+    for (int i = 0; i < kUnitSlots; ++i) ptx::mbarrier_init(&shared.unit_full[i], 1), ptx::mbarrier_init(&shared.unit_empty[i], 1 + warps + C::kMathWarps);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.ticket_full[i], 1), ptx::mbarrier_init(&shared.ticket_empty[i], 1);
     ptx::mbarrier_init(&shared.unit_wanted, 1);
     for (int i = 0; i < C::kMathWarps; ++i) shared.sums_phases[i] = 0;
@@ -190,7 +224,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_fp8_sm90(const __grid_
     ptx::register_limit_lower<C::kProducerRegisters>();
     if (threadIdx.x == 0) copy_codes<C>(p, shared, rank);
     if (threadIdx.x / 32 == 1) draw_units<C, typename C::Walker>(p, shared, rank);
-    if (threadIdx.x >= 64) copy_scales<C>(p, shared);
+    if constexpr (C::kForm == GemmForm::kNT) {
+      if (threadIdx.x >= 64 && static_cast<int>(threadIdx.x) < 64 + 32 * scale_warps<C>(p)) copy_scales<C>(p, shared);
+    }
   } else {
     ptx::register_limit_raise<C::kMathRegisters>();
     multiply_fp8<C>(p, shared);

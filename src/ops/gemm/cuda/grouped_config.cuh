@@ -14,6 +14,7 @@ struct GroupedConfig {
   static constexpr GemmOutput kOutput = kOutput_;
   static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
   static constexpr GemmEpilogue kEpilogue = kEpilogue_;
+  static constexpr bool kCutsLastRound = false;
   static constexpr int kPairs = kEpilogue == GemmEpilogue::kActivationGradient ? kBuffers / 2 : 1;             // of buffers for the pre-activation, a warp
   static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kBuffers == 4;  // grouped_accumulate.cuh
   static constexpr int kSumBuffers = kFetches ? kBuffers : 1;

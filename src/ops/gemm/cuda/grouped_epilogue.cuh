@@ -55,47 +55,72 @@ struct WarpTarget {
   std::int64_t first;  // element (row, column) of D
 };
 
+template <int kBlockN, GemmOutput kOutput>
+__device__ __forceinline__ void fill_buffer(const float (&acc)[kBlockN / 2], int group, std::uint8_t* buffer, int lane) {
+  if constexpr (kOutput == GemmOutput::kBf16) {
+    fill_bf16<kBlockN>(acc, group, buffer, lane);
+  } else {
+    fill_f32<kBlockN>(acc, group, buffer, lane);
+  }
+}
+
+// A filled buffer by the lanes, for rows that do not all exist.
+template <GemmOutput kOutput>
+__device__ __forceinline__ void store_by_lanes(const std::uint8_t* buffer, const GroupedParams& p, const WarpTarget& to, int group) {
+  constexpr int kSize = kOutput == GemmOutput::kBf16 ? 2 : 4, kColumns = 128 / kSize;
+  std::int64_t first = to.first;
+  ptx::hide(first);  // or the addresses of all groups are held in registers at once
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = 4 * i + to.lane / 8, column = group * kColumns + to.lane % 8 * (16 / kSize);
+    const uint4 v = *reinterpret_cast<const uint4*>(buffer + piece_offset(row, to.lane % 8));
+    if (row >= to.rows || column >= to.columns) continue;
+    std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (first + row * p.d_stride + column) * kSize;
+    if constexpr (kOutput == GemmOutput::kAddF32) {
+      ptx::red_add_v4(reinterpret_cast<float*>(out), make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)));
+    } else {
+      *reinterpret_cast<uint4*>(out) = v;
+    }
+  }
+}
+
+template <GemmOutput kOutput>
+__device__ __forceinline__ void store_by_copy_engine(const std::uint8_t* buffer, const GroupedParams& p, const WarpTarget& to, int group) {
+  constexpr int kColumns = kOutput == GemmOutput::kBf16 ? 64 : 32;
+  if constexpr (kOutput == GemmOutput::kAddF32) {
+    ptx::tensor_add_3d(&p.d, buffer, to.column + group * kColumns, to.row, to.plane);
+  } else {
+    ptx::tensor_store_3d(&p.d, buffer, to.column + group * kColumns, to.row, to.plane);
+  }
+}
+
+// fp32 results: buffers in turn, each filled when the copy engine has read what it held. bf16 results: all buffers at a time under one memory fence, which
+// takes longer than filling them. is_narrow (bf16): the first half of the columns only.
 template <int kBlockN, GemmOutput kOutput, int kBuffers>
-__device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std::uint8_t* buffers, const GroupedParams& p, const WarpTarget& to) {
-  constexpr int kSize = kOutput == GemmOutput::kBf16 ? 2 : 4, kColumns = 128 / kSize, kGroups = kBlockN / kColumns;
+__device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std::uint8_t* buffers, const GroupedParams& p, const WarpTarget& to,
+                                           bool is_narrow = false) {
+  constexpr int kColumns = kOutput == GemmOutput::kBf16 ? 64 : 32, kGroups = kBlockN / kColumns, kAtOnce = kOutput == GemmOutput::kBf16 ? kBuffers : 1;
   static_assert(kGroups % kBuffers == 0, "buffers are used in turn");
   const bool by_copy_engine = to.rows >= gemm_limits::kBufferRows;
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    std::uint8_t* buffer = buffers + group % kBuffers * gemm_limits::kBufferBytes;
-    if (to.lane == 0) ptx::bulk_wait_read<kBuffers - 1>();
+  for (int first = 0; first < kGroups; first += kAtOnce) {
+    if (first == kGroups / 2 && is_narrow) break;
+    std::uint8_t* buffer = buffers + first % kBuffers * gemm_limits::kBufferBytes;
+    if (to.lane == 0) ptx::bulk_wait_read<kBuffers - kAtOnce>();
     __syncwarp();
-    if constexpr (kOutput == GemmOutput::kBf16) {
-      fill_bf16<kBlockN>(acc, group, buffer, to.lane);
-    } else {
-      fill_f32<kBlockN>(acc, group, buffer, to.lane);
-    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) fill_buffer<kBlockN, kOutput>(acc, first + i, buffer + i * gemm_limits::kBufferBytes, to.lane);
     if (by_copy_engine) {
       ptx::fence_async_proxy();
       __syncwarp();
       if (to.lane == 0) {
-        if constexpr (kOutput == GemmOutput::kAddF32) {
-          ptx::tensor_add_3d(&p.d, buffer, to.column + group * kColumns, to.row, to.plane);
-        } else {
-          ptx::tensor_store_3d(&p.d, buffer, to.column + group * kColumns, to.row, to.plane);
-        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) store_by_copy_engine<kOutput>(buffer + i * gemm_limits::kBufferBytes, p, to, first + i);
       }
     } else {
       __syncwarp();
-      std::int64_t first = to.first;
-      ptx::hide(first);  // or the addresses of all groups are held in registers at once
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = 4 * i + to.lane / 8, column = group * kColumns + to.lane % 8 * (16 / kSize);
-        const uint4 v = *reinterpret_cast<const uint4*>(buffer + piece_offset(row, to.lane % 8));
-        if (row >= to.rows || column >= to.columns) continue;
-        std::uint8_t* out = static_cast<std::uint8_t*>(p.d_data) + (first + row * p.d_stride + column) * kSize;
-        if constexpr (kOutput == GemmOutput::kAddF32) {
-          ptx::red_add_v4(reinterpret_cast<float*>(out), make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)));
-        } else {
-          *reinterpret_cast<uint4*>(out) = v;
-        }
-      }
+      for (int i = 0; i < kAtOnce; ++i) store_by_lanes<kOutput>(buffer + i * gemm_limits::kBufferBytes, p, to, first + i);
       __syncwarp();
     }
     // Also an empty group counts, so that waiting for all but the last few finds the right ones.

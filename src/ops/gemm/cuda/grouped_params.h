@@ -35,6 +35,8 @@ struct GroupedParams {
   int rows;     // of the ragged tensors; offsets beyond them are cut and reported
   int m, n, k;  // m: kTN only; k: kNT, kNN only
   int band;     // row tiles (pairs in a cluster) that are walked together before the next columns, for the L2
+  // Units of a last round that has work for half of the clusters at most are cut in two by columns (kernels that can: kCutsLastRound).
+  bool cuts_last_round;
   // kNT, kNN: row s of A is row a_list[s] of a_data [a_rows, k], a zero row where a_list[s] is outside; null: row s itself, through the map.
   // kTN: row s of A, or of B, likewise; a row outside adds nothing, whatever the other operand holds.
   const std::int32_t *a_list, *b_list;

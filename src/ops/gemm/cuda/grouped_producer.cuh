@@ -49,6 +49,9 @@ __device__ void draw_units(const GroupedParams& p, Shared& shared, int rank) {
     }
     __syncwarp();
     ring.advance();
+    if constexpr (C::kCutsLastRound) {
+      if (drawn == 0 && p.cuts_last_round) walker.cut_last_round(num_clusters);
+    }
     if (exists) continue;
     // Every cluster draws exactly one ticket too many (where the first unit did not exist, it is drawn here); the last one resets the count.
     if (rank == 0 && lane == 0) {

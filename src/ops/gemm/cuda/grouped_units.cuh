@@ -17,6 +17,8 @@ struct alignas(16) Unit {
   int group, m0, m_valid, n0;                      // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's 128 rows exist
   int k_row, num_blocks, k_tail, pair;             // kTN: first row; k_tail rows of the last block exist. num_blocks -1: no more units
   int slice, num_slices, first_slot, slot_stride;  // kTN: the partial tile of slice s is at first_slot + s * slot_stride
+  // kNT: whether it is only half of the tile's columns; the other half is the unit before or behind.
+  __device__ __forceinline__ bool is_narrow() const { return slice != 0; }
 };
 
 // kBlockK: rows of a k block. kIsBlocked (kTN): operands lie in blocks of kBlockK rows that start anew at each group, and k_row counts blocks.
@@ -35,7 +37,9 @@ class UnitWalker {
   }
 
   // All lanes. False: the unit does not exist; total() is then the number of units.
-  __device__ bool find(int unit, int rank, Unit& out) {
+  __device__ bool find(int number, int rank, Unit& out) {
+    const bool is_narrow = number >= first_narrow_;
+    const int unit = is_narrow ? first_narrow_ + (number - first_narrow_) / 2 : number;
     while (unit >= base_unit_ + window_units_) {
       if (!next_window()) return false;
     }
@@ -45,9 +49,22 @@ class UnitWalker {
     const int begin = __shfl_sync(ptx::kFullWarp, kIsBlocked ? lane_block_ : lane_begin_, owner), rows = __shfl_sync(ptx::kFullWarp, lane_rows_, owner);
     out.group = base_group_ + owner;
     describe(unit, local, begin, rows, rank, out);
+    if (is_narrow) out.slice = 1, out.n0 += (number - first_narrow_) % 2 * (kBlockN / 2);
     return true;
   }
-  __device__ int total() const { return base_unit_ + window_units_; }
+  __device__ int total() const { return base_unit_ + window_units_ + num_narrow_; }
+
+  // Row-ragged forms; all lanes, once at least a unit a cluster has been drawn.
+  __device__ void cut_last_round(int num_clusters) {
+    int units = 0;
+    for (int g = lane_; g < p_.groups; g += 32) {
+      const int begin = min(max(__ldg(p_.offsets + g), 0), p_.rows), end = min(max(__ldg(p_.offsets + g + 1), begin), p_.rows);
+      units += units_of_rows(end - begin, g);
+    }
+    units = __shfl_sync(ptx::kFullWarp, inclusive_sum(units), 31);
+    const int last = units % num_clusters;
+    if (units > num_clusters && 2 * last <= num_clusters) first_narrow_ = units - last, num_narrow_ = last;
+  }
 
  private:
   __device__ int units_of_tiles(int m_tiles) const {
@@ -160,6 +177,7 @@ class UnitWalker {
   int lane_begin_ = 0, lane_rows_ = 0, lane_units_ = 0, lane_end_ = 0, lane_block_ = 0, next_block_ = 0;
   int next_begin_ = 0, next_end_ = 0;
   int pass_;
+  int first_narrow_ = 0x7fffffff, num_narrow_ = 0;  // units from first_narrow_ on have two numbers each
 };
 
 }  // namespace waybill::cuda
