@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two calls of an MoE block's plain eager mode, given PyTorch's tensors themselves: a call looks at each tensor once and fills structs on its
-// stack. What torch/_fast.py makes of it are three builtin functions a shape of x.
+// The calls of an MoE block's plain eager mode, given PyTorch's tensors themselves: what a call needs is allocated by PyTorch, each tensor is looked at
+// once, structs are filled on the stack. torch/_fast.py makes four builtin functions of it for a shape of x.
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "exchange_api.h"
 #include "waybill/waybill.h"
@@ -20,6 +21,8 @@ struct Plan {
   decltype(&wb_device_moe_forward) forward;
   decltype(&wb_device_moe_backward) backward;
   wb_device_moe* layer;
+  PyObject* empty_like;                 // torch.empty_like
+  PyObject* room;                       // empty_like of it: what a forward leaves for its backward
   std::int32_t device_type, device_id;  // DLPack's
   std::int32_t num_parameters, x_rank;
   std::int32_t fields[kMaxParameters];   // of wb_moe_tensors, in the order of the parameters
@@ -75,26 +78,48 @@ bool fits(const Plan& plan, PyObject* object, std::int32_t dtype, const std::int
          std::equal(shape, shape + rank, tensor.shape) && is_contiguous(tensor);
 }
 
-// The pointers of a call's arguments, one after the other.
-class Arguments {
+// A reference of this function's own.
+class Owned {
  public:
-  Arguments(const Plan& plan, PyObject* const* first) : plan_(plan), next_(first) {}
-  DlTensor read() {
+  explicit Owned(PyObject* object) : object_(object) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() {
+    if (object_ != nullptr) Py_DecRef(object_);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+
+ private:
+  PyObject* object_;
+};
+
+// What a call's tensors are, one after the other; after the first that is none, ok() is false and a Python error is set.
+class Reader {
+ public:
+  explicit Reader(const Plan& plan) : plan_(plan) {}
+  DlTensor read(PyObject* object) {
     DlTensor tensor{};
-    ok_ = ok_ && plan_.exchange->tensor_from_object(*next_++, &tensor) == 0;
+    ok_ = ok_ && object != nullptr && plan_.exchange->tensor_from_object(object, &tensor) == 0;
     return tensor;
   }
-  void* pointer() {
-    const DlTensor tensor = read();
+  void* pointer(PyObject* object) {
+    const DlTensor tensor = read(object);
     return ok_ ? address(tensor) : nullptr;
   }
   bool ok() const { return ok_; }
 
  private:
   const Plan& plan_;
-  PyObject* const* next_;
   bool ok_ = true;
 };
+
+PyObject* new_like(const Plan& plan, PyObject* object) { return PyObject_CallFunctionObjArgs(plan.empty_like, object, static_cast<PyObject*>(nullptr)); }
+
+PyObject* none() {
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
 
 bool current_stream(const Plan& plan, wb_stream& stream) {
   stream = plan.stream;
@@ -103,11 +128,11 @@ bool current_stream(const Plan& plan, wb_stream& stream) {
 
 // Other Python threads run while work is queued.
 template <class Call>
-PyObject* without_lock(const Call& call) {
+wb_status without_lock(const Call& call) {
   PyThreadState* const state = PyEval_SaveThread();
   const wb_status status = call();
   PyEval_RestoreThread(state);
-  return PyLong_FromLong(status);
+  return status;
 }
 
 PyObject* bad_count() {
@@ -128,45 +153,88 @@ PyObject* accept(PyObject* self, PyObject* const* arguments, std::intptr_t count
   return PyLong_FromLong(all ? 1 : 0);
 }
 
-// forward(x, *parameters, out[, saved]) -> wb_status. Without saved: an evaluation.
-PyObject* forward(PyObject* self, PyObject* const* arguments, std::intptr_t count) {
-  const Plan& plan = plan_of(self);
-  const bool trains = count == 3 + plan.num_parameters;
-  if (!trains && count != 2 + plan.num_parameters) return bad_count();
-  Arguments given(plan, arguments);
+// The forward of either kind; saved is null in an evaluation. A status, or -1 with a Python error.
+long run_forward(const Plan& plan, PyObject* const* arguments, PyObject* out, PyObject* saved) {
+  Reader reader(plan);
   wb_tensor x = plan.x;
   wb_moe_tensors parameters = plan.parameters;
-  wb_device_moe_outputs outputs = trains ? plan.training : plan.evaluation;
+  wb_device_moe_outputs outputs = saved != nullptr ? plan.training : plan.evaluation;
   wb_stream stream;
-  x.data = given.pointer();
-  for (std::int32_t i = 0; i < plan.num_parameters; ++i) field(parameters, plan.fields[i]).data = given.pointer();
-  outputs.out.data = given.pointer();
-  if (trains) outputs.saved.data = given.pointer();
-  if (!given.ok() || !current_stream(plan, stream)) return nullptr;
-  return without_lock([&] { return plan.forward(plan.layer, &parameters, &x, trains ? &plan.options : &plan.evaluation_options, &outputs, &stream); });
+  x.data = reader.pointer(arguments[0]);
+  for (std::int32_t i = 0; i < plan.num_parameters; ++i) field(parameters, plan.fields[i]).data = reader.pointer(arguments[1 + i]);
+  outputs.out.data = reader.pointer(out);
+  if (saved != nullptr) outputs.saved.data = reader.pointer(saved);
+  if (!reader.ok() || !current_stream(plan, stream)) return -1;
+  const wb_moe_forward_options* const options = saved != nullptr ? &plan.options : &plan.evaluation_options;
+  return without_lock([&] { return plan.forward(plan.layer, &parameters, &x, options, &outputs, &stream); });
 }
 
-// backward(x, saved, *parameters, d_out, dx, *gradients[, loss weights]) -> wb_status, or kOtherLayout for a d_out that is not contiguous bfloat16.
-PyObject* backward(PyObject* self, PyObject* const* arguments, std::intptr_t count) {
+// train(x, *parameters) -> (out, saved), or the wb_status of a call that failed.
+PyObject* train(PyObject* self, PyObject* const* arguments, std::intptr_t count) {
   const Plan& plan = plan_of(self);
-  const auto num_gradients = static_cast<std::int32_t>(std::count(plan.trained, plan.trained + plan.num_parameters, 1));
-  const std::intptr_t least = 4 + plan.num_parameters + num_gradients;
-  if (count != least && count != least + 1) return bad_count();
-  Arguments given(plan, arguments);
+  if (count != 1 + plan.num_parameters) return bad_count();
+  Owned out(new_like(plan, arguments[0])), saved(new_like(plan, plan.room));
+  if (out.get() == nullptr || saved.get() == nullptr) return nullptr;
+  const long status = run_forward(plan, arguments, out.get(), saved.get());
+  if (status != WB_OK) return status < 0 ? nullptr : PyLong_FromLong(status);
+  Owned result(PyTuple_New(2));
+  if (result.get() == nullptr) return nullptr;
+  (void)PyTuple_SetItem(result.get(), 0, out.release()), (void)PyTuple_SetItem(result.get(), 1, saved.release());
+  return result.release();
+}
+
+// evaluate(x, *parameters) -> out, or the wb_status of a call that failed.
+PyObject* evaluate(PyObject* self, PyObject* const* arguments, std::intptr_t count) {
+  const Plan& plan = plan_of(self);
+  if (count != 1 + plan.num_parameters) return bad_count();
+  Owned out(new_like(plan, arguments[0]));
+  if (out.get() == nullptr) return nullptr;
+  const long status = run_forward(plan, arguments, out.get(), nullptr);
+  if (status != WB_OK) return status < 0 ? nullptr : PyLong_FromLong(status);
+  return out.release();
+}
+
+// gradients((x, saved, *parameters), d_out[, loss weights]) -> (dx, None, None, a gradient or None for each parameter), the wb_status of a call that
+// failed, or kOtherLayout for a d_out that is not contiguous bfloat16.
+PyObject* gradients(PyObject* self, PyObject* const* arguments, std::intptr_t count) {
+  const Plan& plan = plan_of(self);
+  if (count != 2 && count != 3) return bad_count();
+  Reader reader(plan);
+  const DlTensor cotangent = reader.read(arguments[1]);
+  if (!reader.ok()) return nullptr;
+  if (!has_dtype(cotangent, WB_BF16) || !is_contiguous(cotangent)) return PyLong_FromLong(kOtherLayout);
   wb_tensor x = plan.x, saved = plan.saved, d_out = plan.d_out, dx = plan.dx;
-  wb_moe_tensors parameters = plan.parameters, gradients = plan.gradients;
+  wb_moe_tensors parameters = plan.parameters, sums = plan.gradients;
   wb_stream stream;
-  x.data = given.pointer(), saved.data = given.pointer();
-  for (std::int32_t i = 0; i < plan.num_parameters; ++i) field(parameters, plan.fields[i]).data = given.pointer();
-  const DlTensor cotangent = given.read();
-  if (given.ok() && !(has_dtype(cotangent, WB_BF16) && is_contiguous(cotangent))) return PyLong_FromLong(kOtherLayout);
-  d_out.data = address(cotangent), dx.data = given.pointer();
-  for (std::int32_t i = 0; i < plan.num_parameters; ++i) {
-    if (plan.trained[i] != 0) field(gradients, plan.fields[i]).data = given.pointer();
+  Owned result(PyTuple_New(3 + plan.num_parameters));
+  if (result.get() == nullptr) return nullptr;
+  // Allocates what a tensor's gradient needs; the tuple owns it.
+  const auto gradient_of = [&](PyObject* object, std::intptr_t index) {
+    PyObject* const made = object != nullptr ? new_like(plan, object) : nullptr;
+    void* const data = reader.pointer(made);
+    if (made != nullptr) (void)PyTuple_SetItem(result.get(), index, made);
+    return data;
+  };
+  PyObject* const rows = PyTuple_GetItem(arguments[0], 0);
+  x.data = reader.pointer(rows), saved.data = reader.pointer(PyTuple_GetItem(arguments[0], 1));
+  d_out.data = address(cotangent);
+  if (!reader.ok()) return nullptr;
+  dx.data = gradient_of(rows, 0);
+  (void)PyTuple_SetItem(result.get(), 1, none()), (void)PyTuple_SetItem(result.get(), 2, none());
+  for (std::int32_t i = 0; i < plan.num_parameters && reader.ok(); ++i) {
+    PyObject* const parameter = PyTuple_GetItem(arguments[0], 2 + i);
+    field(parameters, plan.fields[i]).data = reader.pointer(parameter);
+    if (plan.trained[i] != 0) {
+      field(sums, plan.fields[i]).data = gradient_of(parameter, 3 + i);
+    } else {
+      (void)PyTuple_SetItem(result.get(), 3 + i, none());
+    }
   }
-  const auto* const loss_weights = static_cast<const float*>(count > least ? given.pointer() : nullptr);
-  if (!given.ok() || !current_stream(plan, stream)) return nullptr;
-  return without_lock([&] { return plan.backward(plan.layer, &parameters, &gradients, &x, &d_out, &dx, &plan.options, &saved, loss_weights, &stream); });
+  const auto* const loss_weights = static_cast<const float*>(count == 3 ? reader.pointer(arguments[2]) : nullptr);
+  if (!reader.ok() || !current_stream(plan, stream)) return nullptr;
+  const wb_status status =
+      without_lock([&] { return plan.backward(plan.layer, &parameters, &sums, &x, &d_out, &dx, &plan.options, &saved, loss_weights, &stream); });
+  return status == WB_OK ? result.release() : PyLong_FromLong(status);
 }
 
 }  // namespace
@@ -176,8 +244,9 @@ extern "C" {
 #define WBT_EXPORT __attribute__((visibility("default")))
 WBT_EXPORT extern const std::uint64_t wbt_plan_size;
 const std::uint64_t wbt_plan_size = sizeof(waybill::torch::Plan);
-WBT_EXPORT extern PyMethodDef wbt_methods[3];
-PyMethodDef wbt_methods[3] = {{"accept", waybill::torch::accept, waybill::torch::kFastCall, nullptr},
-                              {"forward", waybill::torch::forward, waybill::torch::kFastCall, nullptr},
-                              {"backward", waybill::torch::backward, waybill::torch::kFastCall, nullptr}};
+WBT_EXPORT extern PyMethodDef wbt_methods[4];
+PyMethodDef wbt_methods[4] = {{"accept", waybill::torch::accept, waybill::torch::kFastCall, nullptr},
+                              {"train", waybill::torch::train, waybill::torch::kFastCall, nullptr},
+                              {"evaluate", waybill::torch::evaluate, waybill::torch::kFastCall, nullptr},
+                              {"gradients", waybill::torch::gradients, waybill::torch::kFastCall, nullptr}};
 }

@@ -9,7 +9,14 @@ extern "C" {
 
 // Python's symbols are in the process that loads this library, as for any extension module.
 struct PyObject;
+extern PyObject _Py_NoneStruct;
+void Py_IncRef(PyObject* object);
+void Py_DecRef(PyObject* object);
 PyObject* PyLong_FromLong(long value);
+PyObject* PyTuple_New(std::intptr_t size);
+PyObject* PyTuple_GetItem(PyObject* tuple, std::intptr_t index);              // borrowed
+int PyTuple_SetItem(PyObject* tuple, std::intptr_t index, PyObject* object);  // takes object
+PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);              // arguments up to a null
 void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 void PyErr_Clear();
 int PyErr_BadArgument();

@@ -23,7 +23,7 @@ class Plan(c.Structure):
     """As in bindings/torch/block_calls.cc."""
 
     _fields_ = [("struct_size", c.c_uint64), ("exchange", c.c_void_p), ("forward", c.c_void_p), ("backward", c.c_void_p), ("layer", c.c_void_p),
-                ("device_type", c.c_int32), ("device_id", c.c_int32), ("num_parameters", c.c_int32), ("x_rank", c.c_int32), ("fields", c.c_int32 * 10),
+                ("empty_like", c.py_object), ("room", c.py_object), ("device_type", c.c_int32), ("device_id", c.c_int32), ("num_parameters", c.c_int32), ("x_rank", c.c_int32), ("fields", c.c_int32 * 10),
                 ("trained", c.c_int32 * 10), ("x_shape", c.c_int64 * 8), ("parameters", _abi.MoeTensors), ("gradients", _abi.MoeTensors),
                 ("x", _abi.Tensor), ("d_out", _abi.Tensor), ("dx", _abi.Tensor), ("saved", _abi.Tensor), ("training", _abi.DeviceMoeOutputs),
                 ("evaluation", _abi.DeviceMoeOutputs), ("options", _abi.MoeForwardOptions), ("evaluation_options", _abi.MoeForwardOptions),
@@ -78,21 +78,22 @@ class Bound:
         self.plan = plan
         capsule = _python("PyCapsule_New", c.py_object, c.c_void_p, c.c_char_p, c.c_void_p)(c.addressof(plan), _NAME, None)
         new = _python("PyCFunction_NewEx", c.py_object, c.c_void_p, c.py_object, c.c_void_p)
-        methods = (_Method * 3).in_dll(lib, "wbt_methods")
+        methods = (_Method * 4).in_dll(lib, "wbt_methods")
         self.functions = tuple(new(c.addressof(method), capsule, None) for method in methods)
 
 
 def bind(layer: Any, forward: Any, backward: Any, names: tuple[str, ...], parameters: Any, gradients: Any, rows: list[Any], saved: Any, trained: Any,
          evaluated: Any, options: list[Any], stream: Any, x_shape: torch.Size) -> Bound | None:  # fmt: skip
-    """The three functions for structs that lack only pointers; they stay valid while the result lives. None where they are not available."""
+    """The functions for structs that lack only pointers; they stay valid while the result lives. None where they are not available."""
     found = _load()
     if found is None or len(x_shape) > 8:
         return None
     lib, exchange = found
     plan = Plan(struct_size=c.sizeof(Plan), exchange=exchange, forward=c.cast(forward, c.c_void_p).value, backward=c.cast(backward, c.c_void_p).value,
-                layer=layer.core.handle.value, device_type=2 if layer.device >= 0 else 1, device_id=max(layer.device, 0), num_parameters=len(names),
-                x_rank=len(x_shape), parameters=parameters, gradients=gradients, x=rows[0], d_out=rows[2], dx=rows[3], saved=saved, training=trained,
-                evaluation=evaluated, options=options[0], evaluation_options=options[1], stream=stream)  # fmt: skip
+                layer=layer.core.handle.value, empty_like=torch.empty_like, room=layer.bytes, device_type=2 if layer.device >= 0 else 1,
+                device_id=max(layer.device, 0), num_parameters=len(names), x_rank=len(x_shape), parameters=parameters, gradients=gradients, x=rows[0],
+                d_out=rows[2], dx=rows[3], saved=saved, training=trained, evaluation=evaluated, options=options[0], evaluation_options=options[1],
+                stream=stream)  # fmt: skip
     for index, name in enumerate(names):
         plan.fields[index], plan.trained[index] = _abi.MOE_TENSORS.index(name), name != "router_bias"
     for axis, size in enumerate(x_shape):

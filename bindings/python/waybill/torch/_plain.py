@@ -31,9 +31,9 @@ def _data(owner: Any) -> Any:
 class Calls:
     """The calls of a layer with an x and parameters like these.
 
-    accept(x, *parameters): whether all is as it was. forward(x, *parameters, out[, saved]) and
-    backward(x, saved, *parameters, d_out, dx, *gradients[, loss weights]) -> status; without saved it is an evaluation, gradients are those of the
-    parameters but router_bias. The functions of libwaybill_torch.so where it and PyTorch allow it, else those below, which cost some microseconds more.
+    accept(x, *parameters): whether all is as it was. train(x, *parameters) -> (out, saved), evaluate(x, *parameters) -> out,
+    gradients((x, saved, *parameters), d_out[, loss weights]) -> what the node's backward returns; all of them the wb_status of a call that failed.
+    The functions of libwaybill_torch.so where it and PyTorch allow it, else those below, which cost more of the host's time.
     """
 
     def __init__(self, layer: _device.Layer, names: tuple[str, ...], tensors: tuple[Tensor, ...], x: Tensor) -> None:
@@ -42,9 +42,8 @@ class Calls:
         self._taken = [_device.dtype_in(name) for name in names]
         self._converts = x.dtype is not _BF16 or any(tensor.dtype is not dtype for tensor, dtype in zip(tensors, self._taken))
         self.bytes = layer.bytes
-        self.trained = [name != "router_bias" for name in names]
+        self._trained = [name != "router_bias" for name in names]
         self._wide_sums = [name in ("b1", "b2") and tensor.dtype is not torch.float32 for name, tensor in zip(names, tensors)]
-        self.simple = all(self.trained) and not any(self._wide_sums)  # each parameter has a gradient of its own kind
         T, kinds = x.numel() // layer.config.H, _device.ROW_DTYPES
         layer.check_rows(T)
         self._lock = threading.Lock()  # keeps pointers and their call together
@@ -73,7 +72,7 @@ class Calls:
         self._back_stream = ref(streams[1])
         self._weights = [_data(getattr(parameters, name)) for name in names]
         self._weights_again = [_data(getattr(again, name)) for name in names]
-        self._sums = [_data(getattr(gradients, name)) for name in names if name != "router_bias"]
+        self._sums = [_data(getattr(gradients, name)) if name != "router_bias" else None for name in names]
         self._x, self._x_again, self._d_out, self._dx = (_data(row) for row in rows)
         self._out, self._out_alone, self._to, self._from = _data(trained.out), _data(evaluated.out), _data(trained.saved), _data(saved)
         self.fast = None
@@ -81,7 +80,7 @@ class Calls:
             self.fast = _fast.bind(layer, self._forward, self._backward, names, parameters, gradients, rows, saved, trained, evaluated, options,
                                    streams[0], x.shape)  # fmt: skip
         if self.fast is not None:
-            self.accept, self.forward, self.backward = self.fast.functions  # type: ignore[method-assign]
+            self.accept, self.train, self.evaluate, self.gradients = self.fast.functions  # type: ignore[method-assign]
 
     def accept(self, x: Tensor, *tensors: Tensor) -> Any:
         if x.dtype is not self.dtype or x.shape != self.shape or not x.is_contiguous() or x.data_ptr() % 16 or x.get_device() != self.device:
@@ -97,50 +96,55 @@ class Calls:
             return x.to(_BF16), [tensor.to(dtype) for tensor, dtype in zip(tensors, self._taken)]
         return x, tensors
 
-    def forward(self, x: Tensor, *rest: Tensor) -> int:
-        count = len(self._weights)
-        x, tensors = self._narrow(x, rest[:count])
+    def train(self, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor] | int:
+        out, saved = torch.empty_like(x), torch.empty_like(self.bytes)
+        return self._run_forward(x, tensors, out, saved) or (out, saved)
+
+    def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor | int:
+        out = torch.empty_like(x)
+        status = self._run_forward(x, tensors, out, None)
+        return status if status else out
+
+    def _run_forward(self, x: Tensor, tensors: tuple[Tensor, ...], out: Tensor, saved: Tensor | None) -> int:
+        x, narrow = self._narrow(x, tensors)
         with self._lock:
-            for target, tensor in zip(self._weights, tensors):
+            for target, tensor in zip(self._weights, narrow):
                 target.value = tensor.data_ptr()
             self._x.value, self._streams[0].value = x.data_ptr(), _cuda_getCurrentRawStream(self.device)
-            if len(rest) == count + 1:
-                self._out_alone.value = rest[count].data_ptr()
+            if saved is None:
+                self._out_alone.value = out.data_ptr()
                 return int(self._forward(*self._evaluate))
-            self._out.value, self._to.value = rest[count].data_ptr(), rest[count + 1].data_ptr()
+            self._out.value, self._to.value = out.data_ptr(), saved.data_ptr()
             return int(self._forward(*self._train))
 
-    def backward(self, x: Tensor, saved: Tensor, *rest: Tensor) -> int:
-        count, sums = len(self._weights), len(self._sums)
-        d_out, dx = rest[count : count + 2]
+    def gradients(self, given: tuple[Tensor, ...], d_out: Tensor, *weights: Tensor) -> tuple[Tensor | None, ...] | int:
         if d_out.dtype is not _BF16 or not d_out.is_contiguous():
             return _OTHER_LAYOUT
-        x, tensors = self._narrow(x, rest[:count])
+        x, saved, *tensors = given
+        dx = torch.empty_like(x)
+        sums = [torch.empty_like(tensor, dtype=torch.float32 if wide else None) if has else None
+                for tensor, has, wide in zip(tensors, self._trained, self._wide_sums)]  # fmt: skip
+        x, narrow = self._narrow(x, tensors)
         with self._lock:
-            for target, tensor in zip(self._weights_again, tensors):
+            for target, tensor in zip(self._weights_again, narrow):
                 target.value = tensor.data_ptr()
-            for target, tensor in zip(self._sums, rest[count + 2 :]):
-                target.value = tensor.data_ptr()
+            for target, total in zip(self._sums, sums):
+                if total is not None:
+                    target.value = total.data_ptr()
             self._x_again.value, self._d_out.value, self._dx.value, self._from.value = x.data_ptr(), d_out.data_ptr(), dx.data_ptr(), saved.data_ptr()
             self._streams[1].value = _cuda_getCurrentRawStream(self.device)
-            if len(rest) == count + 2 + sums:
-                return int(self._backward(*self._both, self._no_factors, self._back_stream))
-            self._factors.value = rest[-1].data_ptr()
-            return int(self._backward(*self._both, self._factors, self._back_stream))
-
-    def new_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What backward writes, in the order of the parameters."""
-        return [torch.empty_like(tensor, dtype=torch.float32 if wide else None)
-                for tensor, has, wide in zip(tensors, self.trained, self._wide_sums) if has]  # fmt: skip
+            factors = self._no_factors
+            if weights:
+                factors = self._factors
+                factors.value = weights[0].data_ptr()
+            status = int(self._backward(*self._both, factors, self._back_stream))
+        if status:
+            return status
+        return (dx, None, None, *[total.to(tensor.dtype) if total is not None else None for tensor, total in zip(tensors, sums)])
 
     def loss_weights(self, scale: float) -> tuple[Tensor, ...]:
         weights = self.layer.constant(scale)
         return () if weights is None else (weights,)
-
-    def spread(self, gradients: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
-        """One for each parameter, in its dtype."""
-        left = iter(gradients)
-        return [next(left).to(tensor.dtype) if has else None for tensor, has in zip(tensors, self.trained)]
 
 
 class Block(torch.autograd.Function):
@@ -148,40 +152,36 @@ class Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Calls, loss_scale: float, *tensors: Tensor) -> Tensor:
-        out, saved = torch.empty_like(x), torch.empty_like(calls.bytes)
-        status = calls.forward(x, *tensors, out, saved)
-        if status:
-            check(status)
+        result = calls.train(x, *tensors)
+        if result.__class__ is int:
+            check(result)
+        out, saved = result
         ctx.save_for_backward(x, saved, *tensors)
         ctx.rest = calls, loss_scale
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        return _backward_once(ctx, d_out) if torch.is_grad_enabled() else _backward(ctx, d_out)
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, d_out)
+        calls, loss_scale = ctx.rest
+        weights = () if loss_scale == 1.0 else calls.loss_weights(loss_scale)
+        result = calls.gradients(ctx.saved_tensors, d_out, *weights)
+        if result.__class__ is int:
+            if result == _OTHER_LAYOUT:
+                result = calls.gradients(ctx.saved_tensors, d_out.to(_BF16).contiguous(), *weights)
+            if result.__class__ is int:
+                check(result)
+        return result
 
 
-def _backward(ctx: Any, d_out: Tensor) -> Any:
-    x, saved, *tensors = ctx.saved_tensors
-    calls, loss_scale = ctx.rest
-    new = torch.empty_like
-    dx, gradients = new(x), [new(tensor) for tensor in tensors] if calls.simple else calls.new_gradients(tensors)
-    weights = () if loss_scale == 1.0 else calls.loss_weights(loss_scale)
-    status = calls.backward(x, saved, *tensors, d_out, dx, *gradients, *weights)
-    if status:
-        if status == _OTHER_LAYOUT:
-            status = calls.backward(x, saved, *tensors, d_out.to(_BF16).contiguous(), dx, *gradients, *weights)
-        check(status)
-    return (dx, None, None, *gradients) if calls.simple else (dx, None, None, *calls.spread(gradients, tensors))
-
-
-_backward_once = once_differentiable(_backward)  # a second derivative is refused when it is asked for
+# A second derivative is refused when it is asked for.
+_backward_once = once_differentiable(Block.backward)
 
 
 def evaluate(x: Tensor, calls: Calls, tensors: tuple[Tensor, ...]) -> Tensor:
     """The forward alone: nothing is saved, no loss is computed."""
-    out = torch.empty_like(x)
-    status = calls.forward(x, *tensors, out)
-    if status:
-        check(status)
+    out = calls.evaluate(x, *tensors)
+    if out.__class__ is int:
+        check(out)
     return out
