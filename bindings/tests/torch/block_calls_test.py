@@ -2,6 +2,7 @@
 """The two forms of _plain.Calls on CPU tensors with a library of the test's own: which pointers reach which fields, what is refused."""
 
 import ctypes as c
+import sys
 import types
 
 import pytest
@@ -144,6 +145,22 @@ def test_a_failed_call_raises_the_librarys_text(form):
     out = _plain.Block.apply(x, calls, 1.0, *tensors.values())
     with pytest.raises(MemoryError):
         out.backward(torch.ones_like(out))
+
+
+def test_calls_keep_no_reference(form):
+    calls, x, tensors = make(form, router_bias=True)
+    given, objects = tuple(tensors.values()), (None, torch.empty_like, calls.bytes, x, *tensors.values())
+
+    def step():
+        out = _plain.Block.apply(x, calls, 1.0, *given)
+        torch.autograd.grad(out, [x, tensors["w1"]], torch.ones_like(out))
+        _plain.evaluate(x, calls, given)
+
+    step()
+    before = [sys.getrefcount(value) for value in objects]
+    for _ in range(300):
+        step()
+    assert all(abs(sys.getrefcount(value) - count) < 50 for value, count in zip(objects, before))
 
 
 def test_float32_is_narrowed_for_the_layer(form):
