@@ -23,11 +23,11 @@ class Plan(c.Structure):
     """As in bindings/torch/block_calls.cc."""
 
     _fields_ = [("struct_size", c.c_uint64), ("exchange", c.c_void_p), ("forward", c.c_void_p), ("backward", c.c_void_p), ("layer", c.c_void_p),
-                ("empty_like", c.py_object), ("room", c.py_object), ("device_type", c.c_int32), ("device_id", c.c_int32), ("num_parameters", c.c_int32), ("x_rank", c.c_int32), ("fields", c.c_int32 * 10),
-                ("trained", c.c_int32 * 10), ("x_shape", c.c_int64 * 8), ("parameters", _abi.MoeTensors), ("gradients", _abi.MoeTensors),
-                ("x", _abi.Tensor), ("d_out", _abi.Tensor), ("dx", _abi.Tensor), ("saved", _abi.Tensor), ("training", _abi.DeviceMoeOutputs),
-                ("evaluation", _abi.DeviceMoeOutputs), ("options", _abi.MoeForwardOptions), ("evaluation_options", _abi.MoeForwardOptions),
-                ("stream", _abi.Stream)]  # fmt: skip
+                ("empty_like", c.py_object), ("room", c.py_object), ("device_type", c.c_int32), ("device_id", c.c_int32), ("num_parameters", c.c_int32),
+                ("x_rank", c.c_int32), ("fields", c.c_int32 * 10), ("trained", c.c_int32 * 10), ("x_shape", c.c_int64 * 8),
+                ("parameters", _abi.MoeTensors), ("gradients", _abi.MoeTensors), ("x", _abi.Tensor), ("d_out", _abi.Tensor), ("dx", _abi.Tensor),
+                ("saved", _abi.Tensor), ("training", _abi.DeviceMoeOutputs), ("evaluation", _abi.DeviceMoeOutputs), ("options", _abi.MoeForwardOptions),
+                ("evaluation_options", _abi.MoeForwardOptions), ("stream", _abi.Stream)]  # fmt: skip
 
 
 class _Exchange(c.Structure):
