@@ -47,7 +47,7 @@ def _python(name: str, result: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def _load() -> tuple[c.CDLL, int] | None:
-    """The library and the address of PyTorch's table; None where one of them is missing."""
+    """The library and the address of PyTorch's table; None where one of them is missing or not of this version."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if sys.implementation.name != "cpython" or capsule is None:
         return None
@@ -63,7 +63,7 @@ def _load() -> tuple[c.CDLL, int] | None:
         return None
     lib = c.CDLL(found)
     if c.c_uint64.in_dll(lib, "wbt_plan_size").value != c.sizeof(Plan):
-        raise ImportError(f"waybill: {found} is of another version than the Python package")
+        return None  # of another version: ctypes needs none
     return lib, address
 
 
