@@ -9,7 +9,7 @@
 #     --quick     no sanitizer
 #     --areas LIST  benchmarks of these areas only, in this order (default: exchange,moe,router,quantize,fp8,gemm,bindings); tests always run whole
 #   scripts/gpu-check.sh --check    CI, no GPU: docs/performance.md matches the results; lists results older than the sources
-# A run with a failed check still writes its results; the page then says that they do not count.
+# A run with a failed check still writes its results; the page then says that the areas which stand on it do not count, and names it in the others.
 # Results of an area are written as soon as it is measured, so that a run that is cut short keeps what it has.
 # Environment: WAYBILL_GPU_DEPS (see scripts/gpu_build.sh), NVCC, PYTHON (the python3 that holds torch, for the peer); WAYBILL_LIBRARY and
 # WAYBILL_JAX_LIBRARY for the Python bindings.
@@ -146,10 +146,12 @@ spread=0
 # Ranks are processes that wait for each other: alone on the GPUs.
 if [ -x "$bin/test_cuda_nccl" ]; then
   start test_cuda_nccl timeout 150 "$bin/test_cuda_nccl"
-  [ "$num_gpus" -eq 1 ] || collect  # on one they are nodes, whose kernels wait for no other's
+  collect
 fi
-[ ${#bindings[@]} -lt 2 ] || start "bindings, 2 processes" scripts/gpu_bindings_tests.sh "$python" cuda/ep_cuda_test.py
-[ ${#names[@]} = 0 ] || collect
+if [ ${#bindings[@]} = 2 ]; then
+  start "bindings, 2 processes" scripts/gpu_bindings_tests.sh "$python" cuda/ep_cuda_test.py
+  collect
+fi
 measure() { # name, program, arguments...: alone
   start "$@"
   collect

@@ -3,6 +3,7 @@
 // must be destroyed before the communicator.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "fabric/cuda_local/rail.h"
@@ -10,7 +11,10 @@
 
 namespace waybill::cuda {
 
-// comm: of all ranks, node by node; must outlive the rail. Null once the group is given up: calls are refused then (kPeerFailed).
-std::unique_ptr<Rail> make_nccl_rail(const ncclComm_t& comm, int rank, int ranks_per_node, int size);
+// Called where NCCL refuses a message; throws. What the stream holds may wait for a rank that is gone.
+using RailFailure = std::function<void(cudaStream_t stream, ncclResult_t error)>;
+
+// nccl and comm must outlive the rail. comm: of all ranks, node by node. Null once the group is given up: calls are refused then (kPeerFailed).
+std::unique_ptr<Rail> make_nccl_rail(const NcclLibrary& nccl, const ncclComm_t& comm, int rank, int ranks_per_node, int size, RailFailure failed);
 
 }  // namespace waybill::cuda

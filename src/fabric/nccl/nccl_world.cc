@@ -52,7 +52,7 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   WB_TRY_CUDA(cudaMemset(arena_, 0, arena_bytes_));
   WB_TRY_CUDA(cudaDeviceSynchronize());
   map_arena(choose_nodes(options.ranks_per_node));
-  rail_ = make_nccl_rail(comm_, self.rank, peers_.size, self.size);
+  rail_ = make_nccl_rail(nccl, comm_, self.rank, peers_.size, self.size, [this](cudaStream_t stream, ncclResult_t error) { refuse(stream, error); });
   if (num_nodes() > 1) lifeline_ = std::make_unique<Lifeline>(*fabric_, self, peers_.size, options.timeout);
   fabric_->barrier("nccl arena is there");
 }
@@ -150,6 +150,15 @@ void NcclWorld::synchronize(cudaStream_t stream, const char* what) {
             fmt::format("rank {} of {}: {} took longer than {} ms; {}", self_.rank, self_.size, what, timeout_ns_ / 1000000u,
                         late.empty() ? "all neighbours answer" : "no answer from " + late));
   }
+}
+
+// NCCL may know of a lost rank before synchronize() looks: it then takes no more messages, while those it took before wait. They are released, and the rank is
+// named, as there. Nothing runs of a stream that is being captured.
+void NcclWorld::refuse(cudaStream_t stream, ncclResult_t error) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (stream != nullptr) WB_TRY_CUDA(cudaStreamIsCapturing(stream, &capture));
+  if (lifeline_ != nullptr && capture == cudaStreamCaptureStatusNone) synchronize(stream, "messages between nodes");
+  WB_FAIL(ErrorCode::kPeerFailed, "rank {} of {}: messages between nodes: NCCL: {}", self_.rank, self_.size, nccl_library().error_string(error));
 }
 
 // Makes every kernel on `stream` leave: waits inside the node by their poison, NCCL's by an abort, which itself waits for graphs to be destroyed.

@@ -72,6 +72,7 @@ class NcclWorld {
  private:
   int choose_nodes(int wanted);
   void map_arena(int ranks_per_node);
+  [[noreturn]] void refuse(cudaStream_t stream, ncclResult_t error);
   [[noreturn]] void give_up(cudaStream_t stream, ErrorCode code, const std::string& text);
 
   ProcessRank self_;
