@@ -19,6 +19,10 @@ namespace ts = waybill::testing_support;
 
 struct GpuOptions {
   std::vector<int> devices{0};
+  // Of a GPU, each for an equal share of its ranks, on streams of their own: ranks that come early and late on one GPU. Their kernels wait for each other, so
+  // that all of them must fit on it: see two_launches().
+  int launches = 1;
+  int combine_sms = 0;  // of reduce_and_combine, for all ranks of a launch; 0: all
   DType x_dtype = DType::kF32, out_dtype = DType::kF32;
   bool weighted = false, push_combine = false, pull_dispatch = false, handshake = false, split_permute = false;
   bool chunks = false, fused_combine = false;  // permute beside dispatch, combine beside the reduction
@@ -32,6 +36,17 @@ struct GpuOptions {
 inline int num_gpus() {
   int count = 0;
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+// Two launches on one GPU, small enough for both: at most 16 CTAs a kernel that waits for the other launch, or 56 SMs.
+inline GpuOptions two_launches(int P) {
+  GpuOptions options;
+  const int ctas = std::max(1, 32 / P);
+  options.launches = 2, options.combine_sms = 56;
+  options.tuning.dispatch_ctas = options.tuning.chunk_ctas = options.tuning.combine_ctas = options.tuning.value_ctas = options.tuning.arriving_ctas = ctas;
+  options.tuning.fused_plan = options.tuning.fused_layout = false, options.tuning.local_ctas = 32;
+  options.tuning.fused_combine_ctas = 8;
+  return options;
 }
 
 // A group with all of its memory. The arenas, windows and handles are made once; step() may run any number of times.
@@ -72,10 +87,12 @@ class GpuGroup {
     rows_window_ = group_->window("rows", rows_bytes), z_window_ = group_->window("partials", z_bytes);
     if (options.push_combine) slots_window_ = group_->window("slots", slots_bytes);
     if (options.pull_dispatch) x_window_ = group_->window("x", x_bytes);
-    for (std::size_t d = 0; d < options.devices.size(); ++d) {
+    for (std::size_t n = 0; n < options.devices.size() * static_cast<std::size_t>(options.launches); ++n) {
+      const std::size_t d = n / static_cast<std::size_t>(options.launches);
+      const int launch = static_cast<int>(n) % options.launches;
       LocalRanks ranks = local_ranks(*group_, options.devices[d]), present = ranks;
       present.count = 0;
-      for (int i = 0; i < ranks.count; ++i) {
+      for (int i = ranks.count * launch / options.launches; i < ranks.count * (launch + 1) / options.launches; ++i) {
         if (std::find(options.absent.begin(), options.absent.end(), ranks.rank[i]) == options.absent.end()) present.rank[present.count++] = ranks.rank[i];
       }
       const DeviceGuard guard(options.devices[d]);  // for the part's events
@@ -142,7 +159,8 @@ class GpuGroup {
     if (until == Until::kRows) return;
     delay();
     if (options_.fused_combine) {
-      e.reduce_and_combine(part.handle, options_.x_dtype, part.y, options_.weighted, z_window_, part.out, stream);
+      e.reduce_and_combine(part.handle, options_.x_dtype, part.y, options_.weighted, z_window_, part.out, stream, {},
+                           options_.combine_sms > 0 ? std::max(2, options_.combine_sms / e.num_ranks()) : 0);
     } else {
       e.unpermute_reduce(part.handle, options_.x_dtype, part.y, options_.weighted, wire_, part.z, true, stream);
       delay();

@@ -2,6 +2,8 @@
 // Ranks as processes of this machine, one a GPU: forks before CUDA has started, with a launcher's environment.
 #pragma once
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,10 +17,21 @@
 
 namespace waybill::cuda {
 
+// A port that nobody listens on: programs that run beside each other do not meet.
+inline int free_port() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in where{};
+  where.sin_family = AF_INET, where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t bytes = sizeof(where);
+  const bool found = ::bind(fd, reinterpret_cast<const sockaddr*>(&where), bytes) == 0 && ::getsockname(fd, reinterpret_cast<sockaddr*>(&where), &bytes) == 0;
+  ::close(fd);
+  WB_CHECK(found, "no port is free");
+  return ntohs(where.sin_port);
+}
+
 // Exit code of each process: what body() returned, 100 after an error (its text goes to stderr), 128 + signal.
 inline std::vector<int> run_processes(int count, const std::function<int(int rank)>& body) {
-  static int port = 29600 + static_cast<int>(::getpid() % 200);
-  ++port;
+  const int port = free_port();
   std::fflush(nullptr);
   std::vector<pid_t> children;
   for (int rank = 0; rank < count; ++rank) {

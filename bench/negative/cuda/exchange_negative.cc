@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ablation of the exchange and published negative results, in one run on two GPUs: each older design beside ours, results compared first.
+// Ablation of the exchange and published negative results, in one run: each older design beside ours, results compared first. With two GPUs: one rank on
+// each, over their link. With one: two virtual ranks, whose "link" is the GPU's memory; a step is then the work of both ranks.
 //   bench_cuda_negative OUT.jsonl [--filter TEXT] [--loads]      --loads: also W0 to W9 of bench/shapes/loads.toml
 // ablation: dense map -> compact routes; full probability row -> the weights of a rank's experts; every slot -> set bits -> lists; default -> tuned
 // combine. control: sums of a row's slots by atomics instead of in order. negative: one remote payload for every expert; dispatch and permute together; combine
@@ -23,21 +24,43 @@ bool g_all_match = true;
 
 class Case {
  public:
-  Case(const ExchangeShapeCase& c, const std::vector<int>& devices) : c_(c), name_(name_of(c)), L_(c.E / 2), row_(c.H * 2), group_(c, 2, devices) {
+  Case(const ExchangeShapeCase& c, const std::vector<int>& devices) : c_(c), name_(name_of(c, devices)), L_(c.E / 2), row_(c.H * 2), group_(c, 2, devices) {
     ok_ = group_.check();
     deliver();
   }
-  static std::string name_of(const ExchangeShapeCase& c) {
-    return fmt::format("T{} H{} K{} E{}{} 2 GPUs", c.T, c.H, c.K, c.E, c.load.empty() ? "" : " " + c.load);
+  static std::string name_of(const ExchangeShapeCase& c, const std::vector<int>& devices) {
+    return fmt::format("T{} H{} K{} E{}{} {}", c.T, c.H, c.K, c.E, c.load.empty() ? "" : " " + c.load, devices.size() > 1 ? "2 GPUs" : "2 ranks on 1 GPU");
   }
   void run() { plan(), probabilities(), slots(), combines(), atomics(), together(), direct(); }
 
  private:
+  // Rank r is number `index` of `part`.
+  struct Seat {
+    Part& part;
+    std::size_t index;
+  };
+  Seat seat(std::size_t r) {
+    for (auto& p : group_.parts) {
+      for (int i = 0; i < p->exchange.num_ranks(); ++i) {
+        if (p->exchange.rank(i) == static_cast<int>(r)) return {*p, static_cast<std::size_t>(i)};
+      }
+    }
+    WB_FAIL(ErrorCode::kInternal, "no rank {}", r);
+  }
+  // call(r, index) for the ranks of a part: the older designs have a launch a rank.
+  template <class Call>
+  static void each(Part& p, const Call& call) {
+    for (int i = 0; i < p.exchange.num_ranks(); ++i) call(static_cast<std::size_t>(p.exchange.rank(i)), static_cast<std::size_t>(i));
+  }
+
   // The first set of routes and rows, planned, delivered and permuted; host_ follows.
   void deliver() {
     group_.run([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s), group_.dispatch(p, i, true, s), group_.permute(p, s); });
     host_.clear();
-    for (auto& p : group_.parts) host_.push_back(p->exchange.read(p->handle, 0, p->stream));
+    for (std::size_t r = 0; r < 2; ++r) {
+      const auto [p, i] = seat(r);
+      host_.push_back(p.exchange.read(p.handle, static_cast<int>(i), p.stream));
+    }
   }
   StepTime time(const ExchangeGroup::Step& step) { return group_.time(step, kSteps, kReplays); }
   void add(const char* op, const std::string& variant, const StepTime& t, bool ok = true) {
@@ -61,14 +84,14 @@ class Case {
     std::vector<DenseMap> maps;
     std::vector<DeviceBuffer> memory;
     for (int r = 0; r < 2; ++r) {
-      Part& p = *group_.parts[static_cast<std::size_t>(r)];
+      const auto [p, i] = seat(static_cast<std::size_t>(r));
       const DeviceGuard guard(p.device);
+      const std::vector<std::int16_t>& ids = p.host_ids[i];
       std::vector<std::uint8_t> map(T * E);
-      for (std::size_t t = 0; t < p.host_ids[0].size() / static_cast<std::size_t>(c_.K); ++t) {  // a load may give the rank fewer than T
-        for (std::int64_t k = 0; k < c_.K; ++k)
-          map[t * E + static_cast<std::size_t>(p.host_ids[0][t * static_cast<std::size_t>(c_.K) + static_cast<std::size_t>(k)])] = 1;
+      for (std::size_t t = 0; t < ids.size() / static_cast<std::size_t>(c_.K); ++t) {  // a load may give the rank fewer than T
+        for (std::int64_t k = 0; k < c_.K; ++k) map[t * E + static_cast<std::size_t>(ids[t * static_cast<std::size_t>(c_.K) + static_cast<std::size_t>(k)])] = 1;
       }
-      const auto buffer = [&](std::size_t bytes) -> DeviceBuffer& { return memory.emplace_back(bytes, p.device); };
+      const auto buffer = [&memory, device = p.device](std::size_t bytes) -> DeviceBuffer& { return memory.emplace_back(bytes, device); };
       DenseMap m{};
       m.P = 2, m.rank = r, m.T = static_cast<std::int32_t>(c_.T), m.E = static_cast<std::int32_t>(c_.E);
       DeviceBuffer& own = buffer(map.size());
@@ -82,26 +105,28 @@ class Case {
       maps.push_back(m);
       WB_TRY_CUDA(cudaDeviceSynchronize());
     }
-    const auto map_of = [&](Part& p) -> const DenseMap& { return maps[static_cast<std::size_t>(p.exchange.rank(0))]; };
-    group_.run([&](Part& p, int, cudaStream_t s) { launch_dense_map_push(map_of(p), s); });
-    group_.run([&](Part& p, int, cudaStream_t s) { launch_dense_map_plan(map_of(p), s); });
+    const auto push = [&](Part& p, int, cudaStream_t s) { each(p, [&](std::size_t r, std::size_t) { launch_dense_map_push(maps[r], s); }); };
+    const auto scan = [&](Part& p, int, cudaStream_t s) { each(p, [&](std::size_t r, std::size_t) { launch_dense_map_plan(maps[r], s); }); };
+    group_.run(push);
+    group_.run(scan);
     bool same = true;
     for (std::size_t r = 0; r < 2; ++r) {
       same &= download(maps[r].expert_offsets, static_cast<std::size_t>(L_) + 1) == host_[r].layout.expert_offsets;
       same &= download(maps[r].slot_row, host_[r].layout.slot_row.size()) == host_[r].layout.slot_row;
     }
-    add("ablation: routes", "dense map: gather", time([&](Part& p, int, cudaStream_t s) { launch_dense_map_push(map_of(p), s); }), same);
+    add("ablation: routes", "dense map: gather", time(push), same);
     add("ablation: routes", "dense map: gather, rows and slots",
-        time([&](Part& p, int, cudaStream_t s) { launch_dense_map_push(map_of(p), s), launch_dense_map_plan(map_of(p), s); }), same);
+        time([&](Part& p, int i, cudaStream_t s) { push(p, i, s), scan(p, i, s); }), same);
     add("ablation: routes", "compact: plan and layout", time([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s); }));
   }
 
   // A float for every expert of the group beside each row, against the weights of the destination's experts in the plan.
   void probabilities() {
     std::vector<DeviceBuffer> rows;
-    for (auto& p : group_.parts) rows.emplace_back(static_cast<std::size_t>(c_.T * c_.E) * 4, p->device);
+    for (std::size_t r = 0; r < 2; ++r) rows.emplace_back(static_cast<std::size_t>(c_.T * c_.E) * 4, seat(r).part.device);
     add("ablation: weights", "full probability row", time([&](Part& p, int i, cudaStream_t s) {
-          const DeviceRows extra_rows[] = {{rows[static_cast<std::size_t>(p.exchange.rank(0))].data(), 0}};
+          std::vector<DeviceRows> extra_rows;
+          each(p, [&](std::size_t r, std::size_t) { extra_rows.push_back({rows[r].data(), 0}); });
           group_.plan(p, i, s);
           p.exchange.dispatch(p.handle, DType::kBF16, p.x[static_cast<std::size_t>(i % 4)], group_.rows_window, {extra_rows, c_.E * 4, group_.extra_window},
                               true, s);
@@ -114,32 +139,33 @@ class Case {
     deliver();  // what was timed before left other routes in the handles
     std::vector<DeviceBuffer> maps, other;
     for (std::size_t r = 0; r < 2; ++r) {
-      Part& p = *group_.parts[r];
+      const auto [p, i] = seat(r);
       const DeviceGuard guard(p.device);
       const auto R = static_cast<std::size_t>(host_[r].layout.R());
       maps.emplace_back(R * static_cast<std::size_t>(L_) * 4, p.device);
       other.emplace_back(std::max(host_[r].layout.slot_row.size(), R) * static_cast<std::size_t>(row_), p.device);
-      launch_slot_map(p.exchange.expert_offsets(p.handle, 0), p.exchange.slot_rows(p.handle, 0), static_cast<std::int32_t>(R), static_cast<std::int32_t>(L_),
+      launch_slot_map(p.exchange.expert_offsets(p.handle, static_cast<int>(i)), p.exchange.slot_rows(p.handle, static_cast<int>(i)), static_cast<std::int32_t>(R), static_cast<std::int32_t>(L_),
                       maps[r].as<std::int32_t>(), p.stream);
       p.stream.synchronize();
     }
-    const auto r_of = [](Part& p) { return static_cast<std::size_t>(p.exchange.rank(0)); };
-    const auto R_of = [&](Part& p) { return static_cast<std::int32_t>(host_[r_of(p)].layout.R()); };
+    const auto R_of = [&](std::size_t r) { return static_cast<std::int32_t>(host_[r].layout.R()); };
     const auto L = static_cast<std::int32_t>(L_), row = static_cast<std::int32_t>(row_);
     group_.run([&](Part& p, int, cudaStream_t s) { group_.permute(p, s); });
     const std::pair<SlotVisit, const char*> visits[] = {
         {SlotVisit::kEvery, "map, every slot"}, {SlotVisit::kPruned, "map, pruned by warps"}, {SlotVisit::kSetBits, "map, set bits"}};
     for (const auto& [visit, text] : visits) {
       const auto permute = [&](Part& p, int, cudaStream_t s) {
-        launch_map_permute(visit, maps[r_of(p)].as<std::int32_t>(), R_of(p), L, p.rows[0].data, other[r_of(p)].data(), row, s);
+        each(p, [&](std::size_t r, std::size_t i) {
+          launch_map_permute(visit, maps[r].as<std::int32_t>(), R_of(r), L, p.rows[i].data, other[r].data(), row, s);
+        });
       };
       group_.run(permute);
       bool same = true;
       for (std::size_t r = 0; r < 2; ++r) {
-        Part& p = *group_.parts[r];
+        const auto [p, i] = seat(r);
         const DeviceGuard guard(p.device);
         std::vector<unsigned char> a(host_[r].layout.slot_row.size() * static_cast<std::size_t>(row_)), b(a.size());
-        WB_TRY_CUDA(cudaMemcpy(a.data(), p.y[0].data, a.size(), cudaMemcpyDefault));
+        WB_TRY_CUDA(cudaMemcpy(a.data(), p.y[i].data, a.size(), cudaMemcpyDefault));
         WB_TRY_CUDA(cudaMemcpy(b.data(), other[r].data(), b.size(), cudaMemcpyDefault));
         same &= a == b;
       }
@@ -148,7 +174,9 @@ class Case {
     add("ablation: permute", "lists", time([&](Part& p, int, cudaStream_t s) { group_.permute(p, s); }));
     for (const auto& [visit, text] : visits) {
       add_unchecked("ablation: unpermute", text, time([&](Part& p, int, cudaStream_t s) {
-                      launch_map_unpermute(visit, maps[r_of(p)].as<std::int32_t>(), R_of(p), L, p.y[0].data, other[r_of(p)].data(), row, s);
+                      each(p, [&](std::size_t r, std::size_t i) {
+                        launch_map_unpermute(visit, maps[r].as<std::int32_t>(), R_of(r), L, p.y[i].data, other[r].data(), row, s);
+                      });
                     }));
     }
     add("ablation: unpermute", "lists", time([&](Part& p, int, cudaStream_t s) { group_.unpermute(p, s); }));
@@ -173,21 +201,23 @@ class Case {
     std::vector<DeviceBuffer> sums, z;
     std::vector<AtomicCombine> calls;
     for (std::size_t r = 0; r < 2; ++r) {
-      Part& p = *group_.parts[r];
+      const auto [p, i] = seat(r);
       const DeviceGuard guard(p.device);
       const auto values = static_cast<std::size_t>(host_[r].layout.R() * c_.H);
       sums.emplace_back(std::max<std::size_t>(values * 4, 16), p.device), z.emplace_back(std::max<std::size_t>(values * 2, 16), p.device);
-      calls.push_back({p.exchange.slot_rows(p.handle, 0), p.exchange.expert_offsets(p.handle, 0) + L_, static_cast<std::int32_t>(host_[r].layout.R()),
-                       static_cast<std::int32_t>(c_.H), p.y[0].data, sums[r].as<float>(), z[r].data()});
+      const int n = static_cast<int>(i);
+      calls.push_back({p.exchange.slot_rows(p.handle, n), p.exchange.expert_offsets(p.handle, n) + L_, static_cast<std::int32_t>(host_[r].layout.R()),
+                       static_cast<std::int32_t>(c_.H), p.y[i].data, sums[r].as<float>(), z[r].data()});
     }
-    const auto by_atomics = [&](Part& p, int, cudaStream_t s) { launch_atomic_combine(calls[static_cast<std::size_t>(p.exchange.rank(0))], s); };
+    const auto by_atomics = [&](Part& p, int, cudaStream_t s) { each(p, [&](std::size_t r, std::size_t) { launch_atomic_combine(calls[r], s); }); };
     group_.run([&](Part& p, int, cudaStream_t s) { group_.unpermute(p, s); });
     group_.run(by_atomics);
     bool close = true;
-    for (std::size_t r = 0; r < 2 && group_.parts[r]->exchange.wire() == DType::kBF16; ++r) {
+    for (std::size_t r = 0; r < 2 && group_.parts[0]->exchange.wire() == DType::kBF16; ++r) {
+      const auto [p, n] = seat(r);
       const auto values = static_cast<std::size_t>(host_[r].layout.R() * c_.H);
       std::vector<bf16> a(values), b(values);
-      WB_TRY_CUDA(cudaMemcpy(a.data(), group_.parts[r]->z[0].data, values * 2, cudaMemcpyDefault));
+      WB_TRY_CUDA(cudaMemcpy(a.data(), p.z[n].data, values * 2, cudaMemcpyDefault));
       WB_TRY_CUDA(cudaMemcpy(b.data(), z[r].data(), values * 2, cudaMemcpyDefault));
       for (std::size_t i = 0; i < values; ++i)  // other orders of the sum: a rounding of bf16 apart
         close &= std::abs(static_cast<float>(a[i]) - static_cast<float>(b[i])) <= 0.02f * std::abs(static_cast<float>(a[i])) + 0.02f;
@@ -212,7 +242,8 @@ class Case {
   void direct() {
     std::vector<DeviceBuffer> targets;
     for (std::size_t r = 0; r < 2; ++r) {
-      const std::vector<std::int16_t>& ids = group_.parts[r]->host_ids[0];
+      const auto [p, i] = seat(r);
+      const std::vector<std::int16_t>& ids = p.host_ids[i];
       std::vector<DirectTarget> target(ids.size());
       for (std::int64_t t = 0; t < static_cast<std::int64_t>(ids.size()) / c_.K; ++t) {
         std::int64_t next[2] = {};
@@ -226,25 +257,28 @@ class Case {
           target[at] = {static_cast<std::int32_t>(rank), static_cast<std::int32_t>(host_[rank].layout.slot_position[static_cast<std::size_t>(next[rank]++)])};
         }
       }
-      targets.emplace_back(target.size() * sizeof(DirectTarget), group_.parts[r]->device);
+      targets.emplace_back(target.size() * sizeof(DirectTarget), p.device);
       targets.back().upload(target.data(), target.size() * sizeof(DirectTarget));
       WB_TRY_CUDA(cudaDeviceSynchronize());
     }
     for (const int ctas : {24, 132}) {
       const auto write = [&](Part& p, int, cudaStream_t s) {
-        const DirectWrite w{static_cast<std::int32_t>(p.host_ids[0].size() / static_cast<std::size_t>(c_.K)),
-                            static_cast<std::int32_t>(c_.K),
-                            static_cast<std::int32_t>(row_),
-                            targets[static_cast<std::size_t>(p.exchange.rank(0))].as<DirectTarget>(),
-                            {extra(0), extra(1)}};
-        launch_direct_write(w, p.x[0][0].data, ctas, s);
+        each(p, [&](std::size_t r, std::size_t i) {
+          const DirectWrite w{static_cast<std::int32_t>(p.host_ids[i].size() / static_cast<std::size_t>(c_.K)),
+                              static_cast<std::int32_t>(c_.K),
+                              static_cast<std::int32_t>(row_),
+                              targets[r].as<DirectTarget>(),
+                              {extra(0), extra(1)}};
+          launch_direct_write(w, p.x[0][i].data, ctas, s);
+        });
       };
       group_.run(write);
       bool same = true;
       group_.run([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s), group_.dispatch(p, i, true, s), group_.permute(p, s); });
       for (std::size_t r = 0; r < 2; ++r) {
         std::vector<unsigned char> a(host_[r].layout.slot_row.size() * static_cast<std::size_t>(row_)), b(a.size());
-        WB_TRY_CUDA(cudaMemcpy(a.data(), group_.parts[r]->y[0].data, a.size(), cudaMemcpyDefault));
+        const auto [p, i] = seat(r);
+        WB_TRY_CUDA(cudaMemcpy(a.data(), p.y[i].data, a.size(), cudaMemcpyDefault));
         WB_TRY_CUDA(cudaMemcpy(b.data(), extra(static_cast<int>(r)), b.size(), cudaMemcpyDefault));
         same &= a == b;
       }
@@ -279,7 +313,7 @@ int main_checked(int argc, char** argv) {
   }
   int count = 0;
   WB_TRY_CUDA(cudaGetDeviceCount(&count));
-  WB_CHECK(count >= 2, "needs 2 GPUs, got {}", count);
+  const std::vector<int> devices = count > 1 ? std::vector<int>{0, 1} : std::vector<int>{0};
   g_out = std::fopen(path.c_str(), "w");
   WB_CHECK(g_out != nullptr, "cannot write {}", path);
   std::vector<ExchangeShapeCase> cases = {{4096, 7168, 8, 256}, {8192, 512, 36, 2304}};
@@ -289,7 +323,7 @@ int main_checked(int argc, char** argv) {
   for (ExchangeShapeCase& c : cases) {
     // Direct writes: the slots of the fuller rank, all of them under a load; maps and probability rows are smaller.
     c.extra_bytes = static_cast<std::size_t>(c.T * c.K * c.H * 2 + c.T * c.K * c.H / 8) * (c.load.empty() ? 1 : 2);
-    if (filter.takes(Case::name_of(c))) Case(c, {0, 1}).run();
+    if (filter.takes(Case::name_of(c, devices))) Case(c, devices).run();
   }
   std::fclose(g_out);
   filter.check_used();

@@ -44,6 +44,16 @@ std::string nccl_version_text(int code);  // "2.28.9"
 
 [[noreturn]] void throw_nccl_error(ncclResult_t error, const char* call);
 
+// One NCCL group: queue() queues its messages and returns NCCL's error where one was refused. The group is closed also then: one that stays open would
+// swallow every later call of this thread. The first error.
+template <class Queue>
+ncclResult_t in_one_group(const NcclLibrary& nccl, const Queue& queue) {
+  const ncclResult_t started = nccl.group_start();
+  if (started != ncclSuccess) return started;
+  const ncclResult_t queued = queue(), ended = nccl.group_end();
+  return queued != ncclSuccess ? queued : ended;
+}
+
 }  // namespace waybill::cuda
 
 #define WB_TRY_NCCL(call)                                      \

@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <thread>
@@ -94,13 +95,15 @@ void Lifeline::connect(const std::vector<std::uint64_t>& addresses, std::chrono:
     }
     peers_.push_back(Peer{r, std::move(socket), {}, 0, false, false});
   }
-  for (; higher > 0; --higher) {
+  while (higher > 0) {
     Socket socket = accept_from(listener, end);
+    if (socket.fd() < 0) WB_FAIL(ErrorCode::kTimeout, "rank {} of {}: {} higher ranks did not connect within {} ms", rank_, size_, higher, timeout.count());
     std::int32_t r = -1;
-    if (socket.fd() < 0 || !receive_all(socket.fd(), &r, sizeof(r), end)) {
-      WB_FAIL(ErrorCode::kTimeout, "rank {} of {}: {} higher ranks did not connect within {} ms", rank_, size_, higher, timeout.count());
-    }
+    const bool said = receive_all(socket.fd(), &r, sizeof(r), std::min(end, SocketClock::now() + std::chrono::seconds(2)));
+    const bool is_new = std::none_of(peers_.begin(), peers_.end(), [&](const Peer& peer) { return peer.rank == r; });
+    if (!said || r <= rank_ || r >= size_ || !is_neighbour(r) || !is_new) continue;  // no rank of this group
     peers_.push_back(Peer{r, std::move(socket), {}, 0, false, false});
+    --higher;
   }
   for (const Peer& peer : peers_) keep_alive(peer.socket.fd());
 }
@@ -120,10 +123,7 @@ bool Lifeline::read(Peer& peer) {
   while (!peer.has_left) {
     const ssize_t got = ::recv(peer.socket.fd(), reinterpret_cast<char*>(&peer.message) + peer.have, sizeof(Message) - peer.have, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return true;
-    if (got <= 0) {
-      lost_ = peer.rank;
-      return false;
-    }
+    if (got <= 0) return lose(peer.rank, true);
     peer.have += static_cast<std::size_t>(got);
     if (peer.have < sizeof(Message)) continue;
     peer.have = 0;
@@ -131,9 +131,9 @@ bool Lifeline::read(Peer& peer) {
       case kLeaves:
         peer.has_left = true;
         break;
-      case kLost:
-        lost_ = peer.message.rank;
-        return false;
+      case kEnded:
+      case kSilent:
+        return lose(peer.message.rank, peer.message.kind == kEnded);
       case kAsks:
         send(peer, Message{kAnswers, rank_});
         break;
@@ -144,6 +144,11 @@ bool Lifeline::read(Peer& peer) {
   return true;
 }
 
+bool Lifeline::lose(int rank, bool has_ended) {
+  lost_ = rank, has_ended_ = has_ended;
+  return false;
+}
+
 int Lifeline::lost() {
   for (Peer& peer : peers_) {
     if (lost_ < 0) (void)read(peer);
@@ -151,25 +156,24 @@ int Lifeline::lost() {
   return lost_;
 }
 
-void Lifeline::tell(int rank) noexcept {
+void Lifeline::tell(int rank, bool has_ended) noexcept {
   if (std::exchange(has_told_, true)) return;
-  lost_ = rank;
-  for (Peer& peer : peers_) send(peer, Message{kLost, rank});
+  lost_ = rank, has_ended_ = has_ended;
+  for (Peer& peer : peers_) send(peer, Message{has_ended ? kEnded : kSilent, rank});
 }
 
 std::vector<int> Lifeline::silent(std::chrono::milliseconds patience) {
   for (Peer& peer : peers_) peer.has_answered = false, send(peer, Message{kAsks, rank_});
-  const auto end = SocketClock::now() + patience;
+  const auto start = SocketClock::now();
   std::vector<int> ranks;
   do {
     ranks.clear();
-    (void)lost();
+    if (lost() >= 0) break;
     for (const Peer& peer : peers_) {
       if (peer.has_left || !peer.has_answered) ranks.push_back(peer.rank);
     }
-    if (ranks.empty() || lost_ >= 0) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  } while (left_ms(end) > 0);
+  } while (left_ms(start + (ranks.empty() ? 2 : 1) * patience) > 0);
   return ranks;
 }
 

@@ -23,15 +23,18 @@ class Lifeline {
   Lifeline(const Lifeline&) = delete;
   Lifeline& operator=(const Lifeline&) = delete;
 
-  // A rank that is lost, or -1; reads what has come and does not wait. A rank that has left in order is not lost.
+  // A rank that is lost, or -1; reads what has come and does not wait. A rank that has left in order is not lost. The first loss stands.
   int lost();
+  // Why: its process has ended, or it did not answer a neighbour (which is this rank, or has told so). The lost rank may be this one: others gave it up.
+  bool has_ended() const { return has_ended_; }
   // Tells the neighbours that `rank` is lost; once.
-  void tell(int rank) noexcept;
-  // Neighbours that have left, or do not answer within `patience`: stopped, or not waiting in lost() themselves.
+  void tell(int rank, bool has_ended) noexcept;
+  // Neighbours that have left, or do not answer within `patience`: stopped, or not waiting in lost() themselves. Where all answer, waits as long again for
+  // the word of one that knows of a silent rank further away: lost() then has it.
   std::vector<int> silent(std::chrono::milliseconds patience);
 
  private:
-  enum Kind : std::int32_t { kLeaves = 1, kLost, kAsks, kAnswers };
+  enum Kind : std::int32_t { kLeaves = 1, kEnded, kAsks, kAnswers, kSilent };
   struct Message {
     std::int32_t kind, rank;
   };
@@ -44,10 +47,11 @@ class Lifeline {
   };
   void connect(const std::vector<std::uint64_t>& addresses, std::chrono::milliseconds timeout, const Socket& listener);
   bool read(Peer& peer);
+  bool lose(int rank, bool has_ended);
   static void send(Peer& peer, Message message) noexcept;
 
   int rank_, ranks_per_node_, size_, lost_ = -1;
-  bool has_told_ = false;
+  bool has_told_ = false, has_ended_ = false;
   std::vector<Peer> peers_;
 };
 

@@ -16,20 +16,16 @@ class NcclRail final : public Rail {
   void exchange(std::span<const RailMessage> messages, cudaStream_t stream) override {
     if (messages.empty()) return;
     if (comm_ == nullptr) WB_FAIL(ErrorCode::kPeerFailed, "rank {} of {}: the group has lost a rank, no bytes go between its nodes any more", rank_, size_);
-    ncclResult_t error = nccl_.group_start();
-    const bool is_open = error == ncclSuccess;
-    for (const RailMessage& m : messages) {
-      if (error != ncclSuccess) break;
-      WB_ASSERT(m.index == rank_ % per_node_ && m.node >= 0 && m.node < num_nodes() && m.node != node());
-      const int peer = m.node * per_node_ + m.index;
-      error = nccl_.send(m.send, m.bytes, ncclInt8, peer, comm_, stream);
-      if (error == ncclSuccess) error = nccl_.receive(m.receive, m.bytes, ncclInt8, peer, comm_, stream);
-    }
-    // Also after an error: a group that stays open would swallow every later call of this thread.
-    if (is_open) {
-      const ncclResult_t ended = nccl_.group_end();
-      if (error == ncclSuccess) error = ended;
-    }
+    const ncclResult_t error = in_one_group(nccl_, [&] {
+      for (const RailMessage& m : messages) {
+        WB_ASSERT(m.index == rank_ % per_node_ && m.node >= 0 && m.node < num_nodes() && m.node != node());
+        const int peer = m.node * per_node_ + m.index;
+        ncclResult_t queued = nccl_.send(m.send, m.bytes, ncclInt8, peer, comm_, stream);
+        if (queued == ncclSuccess) queued = nccl_.receive(m.receive, m.bytes, ncclInt8, peer, comm_, stream);
+        if (queued != ncclSuccess) return queued;
+      }
+      return ncclSuccess;
+    });
     if (error != ncclSuccess) failed_(stream, error);
   }
 

@@ -20,7 +20,8 @@ struct ProcessRank {
 // listens (default: MASTER_ADDR or the launch node, port MASTER_PORT + 1 or 29531). Refuses values that are no numbers, naming them.
 ProcessRank process_rank();
 
-// rank 0 hands `bytes` bytes of `data` to every other rank over TCP. kTimeout naming rank, address and port.
+// rank 0 hands `bytes` bytes of `data` to every other rank over TCP, once all have come. kTimeout on every rank that came, naming those that did not;
+// kInvalidArgument likewise for a rank that comes twice or was started for a group of another size. Connections of others are dropped.
 void hand_out(const ProcessRank& self, void* data, std::size_t bytes, std::chrono::milliseconds timeout);
 
 }  // namespace waybill::cuda

@@ -2,22 +2,32 @@
 // Bytes between the host memories of processes over NCCL send and receive: what the caller engine of Fabric stands on. For small messages.
 #pragma once
 
+#include <functional>
+
 #include "core/cuda/device_buffer.h"
 #include "fabric/nccl/nccl_library.h"
 #include "waybill/fabric.h"
 
 namespace waybill::cuda {
 
+// Waits until `stream` has ended, or throws: kTimeout, or kPeerFailed after an error of NCCL (`refused`, or one it learns of). Nothing waits on the stream then.
+using AwaitStream = std::function<void(cudaStream_t stream, ncclResult_t refused)>;
+
+// For a communicator that nothing else watches: an error, or more than `timeout`, throws; what waits on the stream goes on waiting.
+AwaitStream plain_wait(const NcclLibrary& nccl, const ncclComm_t& comm, std::chrono::milliseconds timeout);
+
 class NcclTransport final : public FabricTransport {
  public:
-  NcclTransport(ncclComm_t comm, int rank, int size, std::chrono::milliseconds timeout);
-  // Staged through device memory that grows to the largest call. A wait that runs out throws kTimeout; an error of NCCL kPeerFailed.
+  // nccl and comm must outlive it. comm null: the group has been given up, calls are refused (kPeerFailed).
+  NcclTransport(const NcclLibrary& nccl, const ncclComm_t& comm, int rank, int size, AwaitStream wait);
+  // Staged through device memory that grows to the largest call.
   void all_to_all(const void* send, std::span<const std::int64_t> send_bytes, void* receive, std::span<const std::int64_t> receive_bytes) override;
 
  private:
-  ncclComm_t comm_;
+  const NcclLibrary& nccl_;
+  const ncclComm_t& comm_;
   int rank_, size_;
-  std::chrono::milliseconds timeout_;
+  AwaitStream wait_;
   CudaStream stream_;
   DeviceBuffer out_, in_;
 };

@@ -24,17 +24,20 @@ inline constexpr int kOneNode = 0, kNodesByTopology = -1;
 
 struct NcclOptions {
   std::size_t arena_bytes = std::size_t{1} << 20;  // for all windows; the same on every rank
-  std::chrono::milliseconds timeout{60000};        // of the rendezvous, of host collectives and of waits inside kernels
+  std::chrono::milliseconds timeout{60000};        // of host collectives, of steps and of waits inside kernels
   // kOneNode; kNodesByTopology: a node is what shares an NVLink domain, equally many ranks each, one behind the other; or their number, to force nodes.
   int ranks_per_node = kOneNode;
+  // Of what the constructor waits for: processes that come late, NCCL's start, their first exchange. At least `timeout`.
+  std::chrono::milliseconds start_timeout{60000};
 };
 
 class NcclWorld {
  public:
-  // Collective over all processes of `self`. Takes GPU local_rank of this process. Set CUDA_MODULE_LOADING=EAGER before CUDA starts: loading a
+  // Collective over all processes of `self`; one that does not come, or ends on the way, is an error on every other within start_timeout. Takes GPU
+  // local_rank of this process. Set CUDA_MODULE_LOADING=EAGER before CUDA starts: loading a
   // kernel at its first launch would wait for a peer that waits for it.
   explicit NcclWorld(const NcclOptions& options, const ProcessRank& self = process_rank());
-  ~NcclWorld();
+  ~NcclWorld();  // waits for the device, several nodes: no longer than `timeout`; as abandon() where a rank is lost
   NcclWorld(const NcclWorld&) = delete;
   NcclWorld& operator=(const NcclWorld&) = delete;
 
@@ -57,8 +60,8 @@ class NcclWorld {
   LocalRanks local_ranks() const;  // this rank alone, with the table of its node
 
   // Waits for what `stream` holds; a group of several nodes must wait so, because kernels of NCCL that wait for a lost node never end by themselves.
-  // kPeerFailed naming node and rank of a process that has ended, on every rank that calls this; kTimeout naming who does not answer when `what` takes longer
-  // than NcclOptions::timeout. The stream is free again then (its results are worthless), rail() refuses, and abandon() is what is left; graphs that hold
+  // kPeerFailed naming node and rank of a process that has ended, or that a neighbour gave up because it did not answer, on every rank that calls this;
+  // kTimeout naming who does not answer when `what` takes longer than NcclOptions::timeout. The stream is free again then (its results are worthless), rail() refuses, and abandon() is what is left; graphs that hold
   // messages of the rail must be destroyed. One node: cudaStreamSynchronize, its kernels have timeouts of their own.
   void synchronize(cudaStream_t stream, const char* what);
 
@@ -66,13 +69,22 @@ class NcclWorld {
   std::string first_error() const;
   void clear_errors();
 
-  // After a peer was lost: leaves without waiting for it.
+  // After a peer was lost: leaves without waiting for it. Host collectives and the rail refuse from then on.
   void abandon() noexcept;
 
  private:
+  template <class Call>
+  void start(const char* what, Call call);
+  void start_nccl(const ncclUniqueId& id);
+  ncclWindow_t register_arena(ncclComm_t comm);
   int choose_nodes(int wanted);
   void map_arena(int ranks_per_node);
-  [[noreturn]] void refuse(cudaStream_t stream, ncclResult_t error);
+  void await(cudaStream_t stream, const char* what, std::chrono::nanoseconds timeout);
+  bool has_lost_a_rank() noexcept;
+  std::string name(int rank) const;
+  std::string loss(const char* what, ncclResult_t error);
+  void poison() noexcept;
+  [[noreturn]] void refuse(cudaStream_t stream, const char* what, ncclResult_t error);
   [[noreturn]] void give_up(cudaStream_t stream, ErrorCode code, const std::string& text);
 
   ProcessRank self_;
@@ -81,7 +93,7 @@ class NcclWorld {
   ncclWindow_t window_ = nullptr;
   void* arena_ = nullptr;
   std::size_t arena_bytes_, used_;
-  std::uint64_t timeout_ns_;
+  std::chrono::nanoseconds timeout_, start_timeout_;
   DevPeers peers_{};
   CudaStream side_;                     // reaches the arena while kernels wait
   std::unique_ptr<Lifeline> lifeline_;  // several nodes
