@@ -171,10 +171,8 @@ append() { [ ! -s "$1" ] || cat "$1" >>"$2"; }
 
 area_exchange() {
   measure "benchmark exchange" "$bin/bench_cuda_exchange" "$work/exchange.jsonl" --loads
-  if [ "$num_gpus" -gt 1 ]; then
-    measure "ablation of the exchange" "$bin/bench_cuda_negative" "$work/negative.jsonl"
-    append "$work/negative.jsonl" "$work/exchange.jsonl"
-  fi
+  measure "ablation of the exchange" "$bin/bench_cuda_negative" "$work/negative.jsonl"  # one GPU: two virtual ranks
+  append "$work/negative.jsonl" "$work/exchange.jsonl"
   if [ "$num_gpus" -gt 1 ] && [ -x "$bin/test_cuda_nccl" ]; then
     measure "benchmark exchange, 2 processes" "$bin/bench_cuda_exchange" "$work/exchange_processes.jsonl" --processes
     append "$work/exchange_processes.jsonl" "$work/exchange.jsonl"

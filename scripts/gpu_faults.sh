@@ -88,6 +88,7 @@ plant centre router_backward.cu router_backward.cu 'w[s] * (g[s] - (renormalise 
 wait
 area test_cuda_exchange exchange/cuda
 ranks='Ranks/ExchangeCuda.*' chunks='Ranks/ExchangeChunksCuda.*' layout='Ranks/ExchangeCuda.*:ExchangeLayoutCuda.*'
+launches='Ranks/ExchangeTwoLaunches.RanksUp*'
 all='Ranks/ExchangeCuda.*:Ranks/ExchangeChunksCuda.*:ExchangeHardRoutesCuda.*:ExchangeBudgetCuda.*:ExchangeBackwardCuda.*:ExchangeGraphCuda.*:ExchangeLayoutCuda.*'
 plant rows plan_entries.cuh plan_fused_i16.cu 'base.rows[r] + row_start[r]' 'base.rows[r]' "$all" &
 plant within plan_entries.cuh plan_fused_i16.cu 'slot_start[tile_token(i) * P + r] + routes.before[i][c];' 'slot_start[tile_token(i) * P + r];' "$all" &
@@ -112,6 +113,11 @@ plant node_sum node_rows.cu node_rows.cu 'is_first ? x[j] : total[j] + x[j]' 'x[
 plant node_verdict node_verdict.cu node_verdict.cu 'if (other.valid == 0) merged.valid = merged.R = merged.S = 0;' '' 'Nodes/NodeExchangeCuda.An*' &
 plant weight unpermute_reduce.cu unpermute_reduce.cu 'args.weighted != 0 ? weight * x[n] : x[n]' 'x[n]' "$all" &
 plant order combine_pull.cu combine_pull.cu 'if (d + 1 < sources.num) add_piece<Wire>(odd, false, sum);' '' "$all" &
+plant sum_order sum_ring.cuh combine_bulk.cu '== (c.d & 31)) {' '== ((c.num - 1 - c.d) & 31)) {' "$ranks" &
+plant one_over plan_counts.cuh plan_fused_i16.cu 'header.max_slot_demand <= shape.slot_budget' 'header.max_slot_demand <= shape.slot_budget + 1' 'ExchangeBudgetCuda.*' &
+plant lost_name exchange_signal.cuh plan_fused_i16.cu 'status.timeout_peer = error.peer' 'status.timeout_peer = error.rank' 'ExchangeLostPeerCuda.*' &
+plant rows_wait dispatch_bulk.cu dispatch_bulk.cu 'post_and_await(q, rank, call, kSignalRows);' 'post_only(q, rank, kSignalRows);' "$launches" &
+plant partials_wait combine_bulk.cu combine_bulk.cu 'if (await_signal(q, rank, kSignalPartials, partials)) {' 'if (true) {' "$launches" &
 plant values slot_values_return.cu slot_values_return.cu 'slot = next[warp][at] + __popc(before);' 'slot = next[warp][at];' "$all" &
 wait
 ! ls "$work"/*/failed >/dev/null 2>&1
