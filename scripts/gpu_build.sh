@@ -37,7 +37,7 @@ declare -A sources=(
     src/capi/guard.cc src/capi/convert.cc src/capi/router_capi.cc tests/cuda/capi_test.cc tests/cuda/main.cc"
   [test_cuda_fabric]="$core $router $fabric tests/cuda/fabric_test.cc tests/cuda/fabric_interface_test.cc tests/cuda/engine_cuda_local.cc
     tests/fabric/collectives_test.cc tests/fabric/failures_test.cc tests/cuda/fabric_kernels.cu tests/cuda/core_test.cc tests/cuda/main.cc"
-  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_chunks_test.cc tests/cuda/exchange_links_test.cc tests/cuda/node_exchange_test.cc tests/cuda/gemm_spin.cu tests/cuda/main.cc"
+  [test_cuda_exchange]="$core $exchange tests/cuda/exchange_test.cc tests/cuda/exchange_chunks_test.cc tests/cuda/exchange_links_test.cc tests/cuda/exchange_routes_test.cc tests/cuda/node_exchange_test.cc tests/cuda/gemm_spin.cu tests/cuda/main.cc"
   [test_cuda_gemm]="$core $gemm $(ls tests/cuda/gemm_*test.cc) tests/cuda/main.cc"
   [test_cuda_fp8]="$core $fp8 $activation $quantize $(ls tests/cuda/fp8_*test.cc) tests/cuda/main.cc"
   [bench_cuda_fp8]="$core $fp8 $activation $quantize $loads tests/cuda/gemm_spin.cu bench/cuda/fp8_bench.cc bench/cuda/gemm_dense.cc"
@@ -52,7 +52,7 @@ declare -A sources=(
   [test_cuda_moe]="$core $layer tests/cuda/moe_test.cc tests/cuda/moe_options_test.cc tests/cuda/moe_map_test.cc tests/cuda/moe_oracle_test.cc tests/cuda/moe_cases_test.cc tests/cuda/moe_forms_test.cc tests/cuda/moe_sizes_test.cc tests/cuda/moe_nodes_test.cc tests/cuda/moe_recipes_test.cc tests/cuda/main.cc"
   [bench_cuda_moe]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/gemm_dense.cc $(ls bench/cuda/moe/*.cc bench/cuda/moe/*.cu) bench/cuda/moe_bench.cc"
   [bench_cuda_moe_phases]="$core $layer tests/cuda/gemm_spin.cu bench/cuda/moe_phases.cc"
-  [test_cuda_nccl]="$core $layer $nccl tests/cuda/nccl_test.cc tests/cuda/moe_nccl_test.cc tests/cuda/nccl_main.cc"
+  [test_cuda_nccl]="$core $layer $nccl tests/cuda/nccl_test.cc tests/cuda/nccl_lost_test.cc tests/cuda/moe_nccl_test.cc tests/cuda/nccl_main.cc"
   [bench_cuda_negative]="$core $exchange $(ls bench/negative/cuda/*.cu) bench/negative/cuda/exchange_negative.cc src/balance/workload.cc"
   [bench_cuda_exchange]="$core $exchange $nccl src/balance/workload.cc bench/cuda/exchange_bench.cc"
   [bench_cuda_gemm]="$core $gemm tests/cuda/gemm_spin.cu bench/cuda/gemm_bench.cc bench/cuda/gemm_dense.cc"

@@ -82,6 +82,19 @@ void measure_without_weights(ExchangeGroup& g, const std::string& name, const Li
   write_weight_cost(g_out, "x to rows for the GEMM", name, "gather list", gather, gather_without, without_bytes, extra, ok);
 }
 
+// What the combine's time consists of: its signals (the same launch where no rank brought tokens), its bytes at the link's rate, and the rest, in which
+// reads wait for their round trip. Without a link: the signals.
+void split_combine(ExchangeGroup& g, const std::string& name, double combine_us, double link_us, bool ok) {
+  g.run([&](Part& p, int, cudaStream_t s) { g.plan_without_tokens(p, s), g.layout(p, s); });
+  const double signals =
+      record("combine, of it", name, "signals", slowest(g.time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }, kSteps, kReplays)), 0, 0, ok);
+  g.run([&](Part& p, int i, cudaStream_t s) { g.plan(p, i, s), g.layout(p, s); });
+  if (link_us <= 0) return;
+  const double rest = std::max(0.0, combine_us - link_us - signals);
+  record("combine, of it", name, "bytes at the link's rate", {link_us, link_us, link_us}, 0, 0, ok);
+  record("combine, of it", name, "round trips and the rest", {rest, rest, rest}, 0, 0, ok);
+}
+
 // The steps of one shape between two ranks.
 void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const std::string& where, const Targets& want) {
   const std::string name = fmt::format("T{} H{} K{} E{}{}{} {}", c.T, c.H, c.K, c.E, c.scale_bytes > 0 ? " f8" : "", c.load.empty() ? "" : " " + c.load, where);
@@ -123,12 +136,13 @@ void measure(const ExchangeShapeCase& c, const std::vector<int>& devices, const 
          is_small ? 0 : want.copy, ok);
   record("permute", name, "", time([&](Part& p, int, cudaStream_t s) { g.permute(p, s); }), copy, 0, ok);
   record("unpermute_reduce", name, "", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s); }), copy, 0, ok);
-  record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
+  const double combined = record("combine", name, "pull", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s); }), pull, want.combine, ok);
   record("combine", name, "pull, with d_weights", time([&](Part& p, int, cudaStream_t s) { g.combine(p, s), g.return_values(p, s); }), pull, 0, ok);
   record("combine", name, "push into slots", time([&](Part& p, int, cudaStream_t s) { g.combine_push(p, s); }), push, 0, ok);
   record("expert rows to out", name, "serial", time([&](Part& p, int, cudaStream_t s) { g.unpermute(p, s), g.combine(p, s); }), pull + copy, 0, ok);
   record("expert rows to out", name, "one launch", time([&](Part& p, int, cudaStream_t s) { g.reduce_and_combine(p, s); }), std::max(pull, copy), want.back,
          ok);
+  split_combine(g, name, combined, pull, ok);
 }
 
 // Permute and its counterpart on one GPU, at the shapes of the table: one rank stands for the receiver.

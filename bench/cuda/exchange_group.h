@@ -132,6 +132,12 @@ class ExchangeGroup {
 
   // What a step may be made of; i selects the set.
   void plan(Part& p, int i, cudaStream_t s) const { p.exchange.plan(p.handle, p.routes[static_cast<std::size_t>(i % kSets)], s); }
+  // The plan of ranks that bring no tokens: what stands behind it consists of its signals.
+  void plan_without_tokens(Part& p, cudaStream_t s) const {
+    std::vector<DeviceRoute> routes = p.routes[0];
+    for (DeviceRoute& route : routes) route.T = 0;
+    p.exchange.plan(p.handle, routes, s);
+  }
   void layout(Part& p, cudaStream_t s) const { p.exchange.layout(p.handle, s); }
   void dispatch(Part& p, int i, bool after_plan, cudaStream_t s) const {
     const auto& x = p.x[static_cast<std::size_t>(i % kSets)];

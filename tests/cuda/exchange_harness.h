@@ -46,6 +46,7 @@ inline GpuOptions two_launches(int P) {
   options.tuning.dispatch_ctas = options.tuning.chunk_ctas = options.tuning.combine_ctas = options.tuning.value_ctas = options.tuning.arriving_ctas = ctas;
   options.tuning.fused_plan = options.tuning.fused_layout = false, options.tuning.local_ctas = 32;
   options.tuning.fused_combine_ctas = 8;
+  options.tuning.overlap_launches = false;  // kernels that start early and wait for the one before would fill the GPU
   return options;
 }
 

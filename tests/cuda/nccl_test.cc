@@ -2,26 +2,16 @@
 // The exchange between processes over NCCL windows: what the CPU engine gives, to the bit; what happens when a process dies or differs.
 #include <gmock/gmock.h>
 
-#include <poll.h>
-
 #include <filesystem>
-#include <optional>
-#include <thread>
 
 #include "cuda/exchange_harness.h"
+#include "cuda/nccl_nodes.h"
 #include "cuda/node_harness.h"
-#include "cuda/processes.h"
 #include "exchange/cuda/group_config.h"
 #include "fabric/nccl/nccl_transport.h"
 
 namespace waybill::cuda {
 namespace {
-
-#define WB_NEEDS_TWO_NCCL_GPUS()                                                   \
-  if (static const int gpus = gpus_for_nccl(); gpus < 2) {                         \
-    GTEST_SKIP() << "needs 2 GPUs and NCCL " << NCCL_VERSION_CODE << "; " << gpus; \
-  } else                                                                           \
-    (void)0
 
 // One rank's exchange with all of its memory.
 class Rank {
@@ -120,7 +110,8 @@ TEST(ExchangeNccl, TwoProcessesGiveTheCpuEnginesBitsEagerAndReplayed) {
 
 TEST(ExchangeNccl, AProcessThatDiesIsNamedWithinTheTimeout) {
   WB_NEEDS_TWO_NCCL_GPUS();
-  const auto body = [](int rank) {
+  SharedCount passed;
+  const auto body = [&](int rank) {
     NcclWorld world(options(1500));
     const ts::Group group = group_of(5);
     Rank mine(world, config_for(group));
@@ -128,6 +119,7 @@ TEST(ExchangeNccl, AProcessThatDiesIsNamedWithinTheTimeout) {
     for (int step = 0; step < 5; ++step) mine.queue(mine.stream());
     mine.stream().synchronize();
     world.host_fabric().barrier("both have come this far");
+    passed.pass_and_wait_for(2);
     if (rank == 1) ::_exit(7);
     const auto start = std::chrono::steady_clock::now();
     mine.queue(mine.stream());
@@ -142,11 +134,6 @@ TEST(ExchangeNccl, AProcessThatDiesIsNamedWithinTheTimeout) {
     ::_exit(0);  // nothing waits for the dead
   };
   EXPECT_THAT(run_processes(2, body), ::testing::ElementsAre(0, 7));
-}
-
-// Two processes on one GPU that NCCL takes for two nodes: sockets between them.
-void play_two_nodes(int rank) {
-  ::setenv("NCCL_HOSTID", rank == 0 ? "first" : "second", 1), ::setenv("NCCL_SOCKET_IFNAME", "lo", 1), ::setenv("LOCAL_RANK", "0", 1);
 }
 
 // On two GPUs in one domain; on one GPU as two nodes.
@@ -201,7 +188,8 @@ TEST(NcclTransportCuda, HostCollectivesBetweenTwoNodes) {
     WB_TRY_NCCL(nccl.comm_init_rank(&comm, 2, id, rank));
     int wrong = 0;
     {
-      const auto fabric = make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm, rank, 2, plain_wait(nccl, comm, std::chrono::milliseconds(10000))), 2, rank, {});
+      const auto fabric =
+          make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm, rank, 2, plain_wait(nccl, comm, std::chrono::milliseconds(10000))), 2, rank, {});
       fabric->barrier("start");
       std::int64_t sums[] = {rank + 1, 10 * (rank + 1)};
       fabric->all_reduce(std::span<std::int64_t>(sums), ReduceOp::kSum, "sums");
@@ -233,12 +221,6 @@ TEST(ExchangeNccl, RanksThatDoNotReachEachOtherAreRefused) {
     return 1;
   };
   EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
-}
-
-// Nodes of `per_node` ranks that NCCL takes for separate machines, one GPU a rank of a node: sockets between them, windows inside.
-void play_node(int rank, int per_node) {
-  ::setenv("NCCL_HOSTID", fmt::format("node {}", rank / per_node).c_str(), 1), ::setenv("NCCL_SOCKET_IFNAME", "lo", 1);
-  ::setenv("LOCAL_RANK", std::to_string(rank % per_node).c_str(), 1);
 }
 
 // Two steps eager, the second route also replayed from a graph; beside the CPU engine's two-level exchange.
@@ -278,168 +260,6 @@ TEST(TwoLevelNccl, TwoNodesOfTwoRanksOnTwoGpus) {
   for (const int ranks_per_node : {kNodesByTopology, 2}) {
     EXPECT_THAT(run_processes(4, [&](int rank) { return run_two_level(rank, 4, 2, ranks_per_node); }), ::testing::Each(0)) << ranks_per_node;
   }
-}
-
-// Rank `lost` ends, or sleeps until another wakes it through `alarm`, before a step of the others: 0 from each that names it.
-int lose_a_node(int rank, int P, int per_node, int lost, bool replayed, const int* alarm) {
-  play_node(rank, per_node);
-  const bool sleeps = alarm != nullptr;
-  NcclWorld world(NcclOptions{std::size_t{64} << 20, std::chrono::milliseconds(sleeps ? 2000 : 60000), per_node});
-  ExchangeConfig config = two_level_group(P, 1).config();
-  config.T_max = kNodeTokens;
-  NodeGpu gpu(
-      config, world.rail(), world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); },
-      [&](int, std::uint64_t offset) { return world.at<void>(offset); });
-  world.host_fabric().barrier("rank is there");
-  const CudaStream& stream = gpu.stream();
-  gpu.upload(0, two_level_group(P, 1), rank);
-  gpu.queue(stream), world.synchronize(stream, "the first step");
-  std::optional<GraphExec> graph;
-  if (replayed) graph = GraphExec::capture(stream, [&](cudaStream_t s) { gpu.queue(s); }), graph->launch(stream), world.synchronize(stream, "the second step");
-  world.host_fabric().barrier("all have come this far");
-  if (rank == lost) {
-    pollfd wait{sleeps ? alarm[0] : -1, POLLIN, 0};
-    if (sleeps) (void)::poll(&wait, 1, 60000);
-    ::_exit(7);
-  }
-  std::string text;
-  try {
-    replayed ? graph->launch(stream) : gpu.queue(stream);
-    world.synchronize(stream, "a step");
-  } catch (const Error& error) {
-    text = error.what();
-  }
-  if (sleeps) (void)!::write(alarm[1], "!", 1);
-  // Not by a timeout where the process has ended, so that it does not matter how slow the machine is.
-  const std::string wanted = fmt::format("rank {} of node {}", lost, lost / per_node);
-  const bool is_named = text.find(wanted) != std::string::npos && text.find(sleeps ? "took longer than 2000 ms" : "its process has ended") != std::string::npos;
-  if (!is_named) std::fprintf(stderr, "rank %d: \"%s\", wanted: %s\n", rank, text.c_str(), wanted.c_str());
-  stream.synchronize();  // nothing waits for the dead any more
-  try {
-    graph.reset(), gpu.queue(stream);
-  } catch (const Error& error) {
-    ::_exit(!is_named ? 1 : (error.code() == ErrorCode::kPeerFailed ? 0 : 2));
-  }
-  ::_exit(3);
-}
-
-TEST(TwoLevelNccl, ANodeThatDiesOrSleepsIsNamedByEveryRankAndNoneHangs) {
-  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
-  for (const bool replayed : {false, true}) {
-    EXPECT_THAT(run_processes(2, [&](int rank) { return lose_a_node(rank, 2, 1, 1, replayed, nullptr); }), ::testing::ElementsAre(0, 7)) << replayed;
-  }
-  EXPECT_THAT(run_processes(2, [&](int rank) { return lose_a_node(rank, 2, 1, 0, false, nullptr); }), ::testing::ElementsAre(7, 0));
-  int alarm[2] = {};
-  ASSERT_EQ(::pipe(alarm), 0);
-  EXPECT_THAT(run_processes(2, [&](int rank) { return lose_a_node(rank, 2, 1, 1, false, alarm); }), ::testing::ElementsAre(0, 7));
-}
-
-// The process ends while both queue step after step, several ahead of what has run: NCCL may refuse a message, or have taken all of them.
-TEST(TwoLevelNccl, ANodeThatDiesAmongStepsIsNamed) {
-  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
-  for (const int delay_ms : {20, 43, 71, 130}) {
-    const auto body = [&](int rank) -> int {
-      play_node(rank, 1);
-      NcclWorld world(NcclOptions{std::size_t{64} << 20, std::chrono::milliseconds(60000), 1});
-      ExchangeConfig config = two_level_group(2, 1).config();
-      config.T_max = kNodeTokens;
-      NodeGpu gpu(
-          config, world.rail(), world.local_ranks(), world.device(), [&](const std::string& name, std::size_t bytes) { return world.window(name, bytes); },
-          [&](int, std::uint64_t offset) { return world.at<void>(offset); });
-      gpu.upload(0, two_level_group(2, 1), rank);
-      world.host_fabric().barrier("rank is there");
-      if (rank == 1) std::thread([&] { std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms)), ::_exit(7); }).detach();
-      std::string text;
-      try {
-        while (true) {
-          for (int step = 0; step < 4; ++step) gpu.queue(gpu.stream());
-          world.synchronize(gpu.stream(), "four steps");
-        }
-      } catch (const Error& error) {
-        text = error.what();
-      }
-      if (rank == 1) std::this_thread::sleep_for(std::chrono::seconds(60));
-      const bool is_named = text.find("rank 1 of node 1 is lost, its process has ended") != std::string::npos;
-      if (!is_named) std::fprintf(stderr, "rank %d: %s\n", rank, text.c_str());
-      gpu.stream().synchronize();
-      ::_exit(is_named ? 0 : 1);
-    };
-    EXPECT_THAT(run_processes(2, body), ::testing::ElementsAre(0, 7)) << delay_ms;
-  }
-}
-
-TEST(TwoLevelNccl, ALostRankOfATwoRankNodeIsNamedByTheOtherThree) {
-  WB_NEEDS_TWO_NCCL_GPUS();
-  EXPECT_THAT(run_processes(4, [](int rank) { return lose_a_node(rank, 4, 2, 3, false, nullptr); }), ::testing::ElementsAre(0, 0, 0, 7));
-}
-
-// Outside of steps: a host collective names the lost rank, and the world goes without waiting for what the stream still holds of it.
-TEST(NcclWorldLost, AHostCollectiveNamesTheRankAndTheWorldEnds) {
-  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
-  for (const bool with_message : {false, true}) {
-    for (const bool with_collective : {true, false}) {
-      const auto body = [&](int rank) {
-        play_two_nodes(rank);
-        std::string text = with_collective ? "" : "rank 1 of node 1 is lost, its process has ended";
-        {
-          NcclWorld world(NcclOptions{std::size_t{4} << 20, std::chrono::milliseconds(60000), 1});
-          const auto from = world.window("from", 4096), to = world.window("to", 4096);
-          const CudaStream stream(world.device());
-          const RailMessage message[] = {{0, 1 - rank, world.at<void>(from), world.at<void>(to), 4096}};
-          world.rail().exchange(message, stream), world.synchronize(stream, "a message");
-          world.host_fabric().barrier("both have come this far");
-          if (rank == 1) ::_exit(7);
-          try {
-            if (with_message) world.rail().exchange(message, stream);
-            if (with_collective) world.host_fabric().barrier("one has left");
-          } catch (const Error& error) {
-            text = error.what();
-          }
-        }
-        const bool is_named = text.find("rank 1 of node 1 is lost, its process has ended") != std::string::npos;
-        if (!is_named) std::fprintf(stderr, "%s\n", text.c_str());
-        return is_named ? 0 : 1;
-      };
-      EXPECT_THAT(run_processes(2, body), ::testing::ElementsAre(0, 7)) << with_message << with_collective;
-    }
-  }
-}
-
-// A rank that leaves in order, in the middle of a step: the other's world does not wait for it longer than its timeout.
-TEST(NcclWorldLost, TheWorldEndsWhereAnotherRankHasLeft) {
-  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
-  const auto body = [](int rank) {
-    play_two_nodes(rank);
-    NcclWorld world(NcclOptions{std::size_t{4} << 20, std::chrono::milliseconds(2000), 1});
-    const auto from = world.window("from", 4096), to = world.window("to", 4096);
-    const RailMessage message[] = {{0, 1 - rank, world.at<void>(from), world.at<void>(to), 4096}};
-    world.host_fabric().barrier("both have come this far");
-    const CudaStream stream(world.device());
-    if (rank == 0) world.rail().exchange(message, stream);
-    return 0;
-  };
-  EXPECT_THAT(run_processes(2, body), ::testing::Each(0));
-}
-
-TEST(NcclWorldLost, ARankThatEndsWhileNcclStartsIsAnErrorWithinTheTimeout) {
-  if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
-  const auto body = [](int rank) -> int {
-    play_two_nodes(rank);
-    NcclOptions wanted{std::size_t{4} << 20, std::chrono::milliseconds(1000), 1, std::chrono::milliseconds(15000)};
-    if (rank == 1) {
-      ncclUniqueId id{};
-      hand_out(process_rank(), &id, sizeof(id), std::chrono::milliseconds(60000));
-      ::_exit(7);
-    }
-    try {
-      const NcclWorld world(wanted);
-    } catch (const Error& error) {
-      std::fprintf(stderr, "%s\n", error.what());
-      ::_exit(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kPeerFailed ? 0 : 1);
-    }
-    ::_exit(2);
-  };
-  EXPECT_THAT(run_processes(2, body), ::testing::ElementsAre(0, 7));
 }
 
 TEST(NcclLibrary, AnotherVersionIsRefusedWithBoth) {

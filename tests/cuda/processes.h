@@ -3,10 +3,12 @@
 #pragma once
 
 #include <netinet/in.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -16,6 +18,25 @@
 #include "fabric/nccl/nccl_world.h"
 
 namespace waybill::cuda {
+
+// Counts over processes that are forked after it was made. What has passed a host collective may end before the others have: a process that is to die must
+// wait until all of them have passed.
+class SharedCount {
+ public:
+  SharedCount() : count_(static_cast<std::atomic<int>*>(::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+    WB_CHECK(count_ != MAP_FAILED, "no shared memory");
+  }
+  ~SharedCount() { ::munmap(count_, sizeof(std::atomic<int>)); }
+  SharedCount(const SharedCount&) = delete;
+  SharedCount& operator=(const SharedCount&) = delete;
+  void pass_and_wait_for(int all) {
+    count_->fetch_add(1);
+    for (int ms = 0; ms < 60000 && count_->load() < all; ++ms) ::usleep(1000);  // one that failed never passes
+  }
+
+ private:
+  std::atomic<int>* count_;
+};
 
 // A port that nobody listens on: programs that run beside each other do not meet.
 inline int free_port() {

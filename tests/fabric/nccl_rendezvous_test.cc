@@ -5,8 +5,10 @@
 #include <gmock/gmock.h>
 #include <netinet/in.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fabric/nccl/nccl_socket.h"
@@ -57,6 +59,61 @@ std::vector<ProcessRank> ranks(std::initializer_list<int> which, int size, int p
   std::vector<ProcessRank> processes;
   for (const int rank : which) processes.push_back(ProcessRank{rank, size, 0, "127.0.0.1", port});
   return processes;
+}
+
+// The variables of one launcher, and none of another's, while it lives.
+class Launcher {
+ public:
+  explicit Launcher(const std::vector<std::pair<const char*, const char*>>& variables) {
+    for (const char* name : kNames) ::unsetenv(name);
+    for (const auto& [name, value] : variables) ::setenv(name, value, 1);
+  }
+  ~Launcher() {
+    for (const char* name : kNames) ::unsetenv(name);
+  }
+
+ private:
+  static constexpr const char* kNames[] = {"RANK",
+                                           "WORLD_SIZE",
+                                           "LOCAL_RANK",
+                                           "MASTER_ADDR",
+                                           "MASTER_PORT",
+                                           "SLURM_PROCID",
+                                           "SLURM_NTASKS",
+                                           "OMPI_COMM_WORLD_RANK",
+                                           "SLURM_LOCALID",
+                                           "OMPI_COMM_WORLD_SIZE",
+                                           "OMPI_COMM_WORLD_LOCAL_RANK",
+                                           "SLURM_LAUNCH_NODE_IPADDR",
+                                           "WAYBILL_NCCL_ADDRESS",
+                                           "WAYBILL_NCCL_PORT"};
+};
+
+TEST(NcclRendezvous, RanksComeFromTorchrunMpirunAndSrun) {
+  struct Case {
+    std::vector<std::pair<const char*, const char*>> variables;
+    ProcessRank want;
+  };
+  const Case cases[] = {
+      {{}, {0, 1, 0, "127.0.0.1", 29531}},
+      {{{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "10.0.0.7"}, {"MASTER_PORT", "29500"}}, {5, 8, 1, "10.0.0.7", 29501}},
+      {{{"OMPI_COMM_WORLD_RANK", "3"}, {"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "3"}}, {3, 4, 3, "127.0.0.1", 29531}},
+      {{{"SLURM_PROCID", "9"}, {"SLURM_NTASKS", "16"}, {"SLURM_LOCALID", "1"}, {"SLURM_LAUNCH_NODE_IPADDR", "10.1.1.1"}}, {9, 16, 1, "10.1.1.1", 29531}},
+      {{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"WAYBILL_NCCL_ADDRESS", "b"}, {"WAYBILL_NCCL_PORT", "7000"}}, {1, 2, 1, "b", 7000}},
+  };
+  for (const Case& c : cases) {
+    const Launcher launcher(c.variables);
+    const ProcessRank got = process_rank();
+    EXPECT_EQ(got.rank, c.want.rank);
+    EXPECT_EQ(got.size, c.want.size);
+    EXPECT_EQ(got.local_rank, c.want.local_rank);
+    EXPECT_EQ(got.address, c.want.address);
+    EXPECT_EQ(got.port, c.want.port);
+  }
+  const Launcher no_number({{"RANK", "two"}, {"WORLD_SIZE", "4"}});
+  EXPECT_THROW((void)process_rank(), Error);
+  const Launcher outside({{"RANK", "4"}, {"WORLD_SIZE", "4"}});
+  EXPECT_THROW((void)process_rank(), Error);
 }
 
 TEST(NcclRendezvous, EveryRankGetsTheData) {

@@ -89,7 +89,8 @@ class Case {
       const std::vector<std::int16_t>& ids = p.host_ids[i];
       std::vector<std::uint8_t> map(T * E);
       for (std::size_t t = 0; t < ids.size() / static_cast<std::size_t>(c_.K); ++t) {  // a load may give the rank fewer than T
-        for (std::int64_t k = 0; k < c_.K; ++k) map[t * E + static_cast<std::size_t>(ids[t * static_cast<std::size_t>(c_.K) + static_cast<std::size_t>(k)])] = 1;
+        for (std::int64_t k = 0; k < c_.K; ++k)
+          map[t * E + static_cast<std::size_t>(ids[t * static_cast<std::size_t>(c_.K) + static_cast<std::size_t>(k)])] = 1;
       }
       const auto buffer = [&memory, device = p.device](std::size_t bytes) -> DeviceBuffer& { return memory.emplace_back(bytes, device); };
       DenseMap m{};
@@ -115,8 +116,7 @@ class Case {
       same &= download(maps[r].slot_row, host_[r].layout.slot_row.size()) == host_[r].layout.slot_row;
     }
     add("ablation: routes", "dense map: gather", time(push), same);
-    add("ablation: routes", "dense map: gather, rows and slots",
-        time([&](Part& p, int i, cudaStream_t s) { push(p, i, s), scan(p, i, s); }), same);
+    add("ablation: routes", "dense map: gather, rows and slots", time([&](Part& p, int i, cudaStream_t s) { push(p, i, s), scan(p, i, s); }), same);
     add("ablation: routes", "compact: plan and layout", time([&](Part& p, int i, cudaStream_t s) { group_.plan(p, i, s), group_.layout(p, s); }));
   }
 
@@ -144,8 +144,8 @@ class Case {
       const auto R = static_cast<std::size_t>(host_[r].layout.R());
       maps.emplace_back(R * static_cast<std::size_t>(L_) * 4, p.device);
       other.emplace_back(std::max(host_[r].layout.slot_row.size(), R) * static_cast<std::size_t>(row_), p.device);
-      launch_slot_map(p.exchange.expert_offsets(p.handle, static_cast<int>(i)), p.exchange.slot_rows(p.handle, static_cast<int>(i)), static_cast<std::int32_t>(R), static_cast<std::int32_t>(L_),
-                      maps[r].as<std::int32_t>(), p.stream);
+      launch_slot_map(p.exchange.expert_offsets(p.handle, static_cast<int>(i)), p.exchange.slot_rows(p.handle, static_cast<int>(i)),
+                      static_cast<std::int32_t>(R), static_cast<std::int32_t>(L_), maps[r].as<std::int32_t>(), p.stream);
       p.stream.synchronize();
     }
     const auto R_of = [&](std::size_t r) { return static_cast<std::int32_t>(host_[r].layout.R()); };
@@ -155,9 +155,8 @@ class Case {
         {SlotVisit::kEvery, "map, every slot"}, {SlotVisit::kPruned, "map, pruned by warps"}, {SlotVisit::kSetBits, "map, set bits"}};
     for (const auto& [visit, text] : visits) {
       const auto permute = [&](Part& p, int, cudaStream_t s) {
-        each(p, [&](std::size_t r, std::size_t i) {
-          launch_map_permute(visit, maps[r].as<std::int32_t>(), R_of(r), L, p.rows[i].data, other[r].data(), row, s);
-        });
+        each(p,
+             [&](std::size_t r, std::size_t i) { launch_map_permute(visit, maps[r].as<std::int32_t>(), R_of(r), L, p.rows[i].data, other[r].data(), row, s); });
       };
       group_.run(permute);
       bool same = true;

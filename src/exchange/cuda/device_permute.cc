@@ -1,11 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of DeviceExchange between rows and expert order.
 #include <algorithm>
+#include <cmath>
 
 #include "core/cuda/cuda_error.h"
 #include "exchange/cuda/device_rows.h"
 
 namespace waybill::cuda {
+namespace {
+
+constexpr std::int64_t kPermuteItemBytes = 2048;
+constexpr std::int64_t kMostPermuteCtas = 1 << 20;
+
+}  // namespace
+
+// How many rows a rank of this launch receives where routes are spread evenly: what the host knows of a plan.
+std::int64_t DeviceExchange::expected_rows(const DeviceHandle& handle) const {
+  const double P = params_.shape.P, K = params_.shape.K;
+  std::int64_t most = 0;
+  for (const std::int64_t T : handle.T_) most = std::max(most, T);
+  const double rows = static_cast<double>(most) * P * (1.0 - std::pow(1.0 - 1.0 / P, K));
+  return std::min(budget_.rows, static_cast<std::int64_t>(std::ceil(rows)));
+}
 
 void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream,
                              std::int64_t columns) const {
@@ -48,14 +64,24 @@ void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::
   check_rows("permute: y", y, num_ranks(), columns, size_bytes(dtype));
   ExchangeParams q = with(handle);
   for (std::size_t i = 0; i < rows.size(); ++i) q.call[i].a = rows[i].data, q.call[i].c = y[i].data;
-  const RowsArgs args{rows[0].stride == 0 ? columns : rows[0].stride,
-                      y[0].stride == 0 ? columns : y[0].stride,
-                      static_cast<std::int32_t>(columns),
-                      0,
-                      0,
-                      part,
-                      tuning_.permute_parts};
-  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), local_ctas(), tuning_.overlap_launches, stream);
+  RowsArgs args{rows[0].stride == 0 ? columns : rows[0].stride,
+                y[0].stride == 0 ? columns : y[0].stride,
+                static_cast<std::int32_t>(columns),
+                0,
+                0,
+                part,
+                tuning_.permute_parts};
+  int ctas = local_ctas();
+  if (part != kPermuteOwn && tuning_.local_ctas == 0) {
+    // A warp for every 2 KB of a row: SMs differ in what they can do, and the GPU then shares the work out as they end. Own rows move beside a dispatch:
+    // few CTAs, which leave the memory to it.
+    const auto row_bytes = columns * static_cast<std::int64_t>(size_bytes(dtype));
+    const auto parts = static_cast<int>((row_bytes + kPermuteItemBytes - 1) / kPermuteItemBytes);
+    if (args.parts == 0) args.parts = parts;
+    const std::int64_t all = expected_rows(handle), expected = part == kPermuteOthers ? all - all / params_.shape.P : all;
+    ctas = std::max(ctas, static_cast<int>(std::min(expected * args.parts / (kRowThreads / 32) + 1, kMostPermuteCtas)));
+  }
+  launch_permute(q, args, static_cast<int>(size_bytes(dtype)), ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_permute");
 }
 

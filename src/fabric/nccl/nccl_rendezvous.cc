@@ -64,15 +64,16 @@ Verdict gather(const ProcessRank& self, int listener, Clock::time_point end, std
       for (std::size_t r = 0, named = 0; r < is_here.size() && named < 9; ++r) {
         if (!is_here[r]) missing += named++ == 0 ? std::to_string(r) : (named == 9 ? ", ..." : ", " + std::to_string(r));
       }
-      return fail(ErrorCode::kTimeout, fmt::format("rank 0 waited on port {} for {} ranks; {} did not come: {}", self.port, self.size - 1,
-                                                   self.size - count, missing));
+      return fail(ErrorCode::kTimeout,
+                  fmt::format("rank 0 waited on port {} for {} ranks; {} did not come: {}", self.port, self.size - 1, self.size - count, missing));
     }
     Socket peer(::accept(listener, nullptr, nullptr));
     Hello hello;
     if (peer.fd() < 0 || !receive_all(peer.fd(), &hello, sizeof(hello), soon(end)) || hello.magic != Hello::kMagic) continue;
     const bool fits = hello.size == self.size && hello.rank > 0 && hello.rank < self.size;
     came.push_back(std::move(peer));
-    if (!fits) return fail(ErrorCode::kInvalidArgument, fmt::format("rank {} was started for a group of {}, rank 0 for one of {}", hello.rank, hello.size, self.size));
+    if (!fits)
+      return fail(ErrorCode::kInvalidArgument, fmt::format("rank {} was started for a group of {}, rank 0 for one of {}", hello.rank, hello.size, self.size));
     const auto r = static_cast<std::size_t>(hello.rank);
     if (is_here[r]) return fail(ErrorCode::kInvalidArgument, fmt::format("two processes say that they are rank {} of {}", hello.rank, self.size));
     is_here[r] = true, ++count;

@@ -10,7 +10,8 @@
 
 namespace waybill::cuda {
 
-// Waits until `stream` has ended, or throws: kTimeout, or kPeerFailed after an error of NCCL (`refused`, or one it learns of). Nothing waits on the stream then.
+// Waits until `stream` has ended, or throws: kTimeout, or kPeerFailed after an error of NCCL (`refused`, or one it learns of). Nothing waits on the stream
+// then.
 using AwaitStream = std::function<void(cudaStream_t stream, ncclResult_t refused)>;
 
 // For a communicator that nothing else watches: an error, or more than `timeout`, throws; what waits on the stream goes on waiting.

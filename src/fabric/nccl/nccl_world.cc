@@ -49,7 +49,7 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   start_nccl(id);
   const auto collective = [this](cudaStream_t stream, ncclResult_t error) {
     if (error != ncclSuccess) refuse(stream, "a host collective", error);
-    await(stream, "a host collective", rail_ == nullptr ? start_timeout_ : timeout_);
+    await(stream, "a host collective", rail_ == nullptr ? start_timeout_ : timeout_, /*has_results=*/true);
   };
   fabric_ = make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm_, self.rank, self.size, collective), self.size, self.rank,
                                FabricOptions{.timeout = options.timeout});
@@ -108,9 +108,8 @@ void NcclWorld::start_nccl(const ncclUniqueId& id) {
 ncclWindow_t NcclWorld::register_arena(ncclComm_t comm) {
   const NcclLibrary& nccl = nccl_library();
   const auto window = std::make_shared<ncclWindow_t>(nullptr);
-  start("NCCL's registration of the arena", [&nccl, comm, window, arena = arena_, bytes = arena_bytes_] {
-    return nccl.window_register(comm, arena, bytes, window.get(), NCCL_WIN_DEFAULT);
-  });
+  start("NCCL's registration of the arena",
+        [&nccl, comm, window, arena = arena_, bytes = arena_bytes_] { return nccl.window_register(comm, arena, bytes, window.get(), NCCL_WIN_DEFAULT); });
   return *window;
 }
 
@@ -147,9 +146,8 @@ void NcclWorld::map_arena(int ranks_per_node) {
   }
   if (ranks_per_node < self_.size) {
     const auto comm = std::make_shared<ncclComm_t>(nullptr);
-    start("NCCL's start of a node", [&nccl, comm, all = comm_, node = self_.rank / ranks_per_node, rank = self_.rank] {
-      return nccl.comm_split(all, node, rank, comm.get(), nullptr);
-    });
+    start("NCCL's start of a node",
+          [&nccl, comm, all = comm_, node = self_.rank / ranks_per_node, rank = self_.rank] { return nccl.comm_split(all, node, rank, comm.get(), nullptr); });
     node_comm_ = *comm;
     window_ = register_arena(node_comm_);
     const int reached = nccl.team_lsa(node_comm_).num_ranks;
@@ -200,7 +198,7 @@ void NcclWorld::abandon() noexcept {
 }
 
 void NcclWorld::synchronize(cudaStream_t stream, const char* what) {
-  if (lifeline_ != nullptr) return await(stream, what, timeout_);
+  if (lifeline_ != nullptr) return await(stream, what, timeout_, /*has_results=*/false);
   WB_TRY_CUDA(cudaStreamSynchronize(stream));
 }
 
@@ -217,11 +215,13 @@ std::string NcclWorld::loss(const char* what, ncclResult_t error) {
                      lifeline_->has_ended() ? "its process has ended" : "it did not answer its neighbours");
 }
 
-void NcclWorld::await(cudaStream_t stream, const char* what, std::chrono::nanoseconds timeout) {
+// has_results: the stream ends only with what it waited for, so that a rank lost since does not matter. A step's kernels also end by poison.
+void NcclWorld::await(cudaStream_t stream, const char* what, std::chrono::nanoseconds timeout, bool has_results) {
   const auto end = std::chrono::steady_clock::now() + timeout;
   while (true) {
     const cudaError_t state = cudaStreamQuery(stream);
     if (state != cudaErrorNotReady) WB_TRY_CUDA(state);
+    if (state == cudaSuccess && has_results) return;
     // Read behind the stream's state: a neighbour that gave up has said so before it let its kernels go on.
     ncclResult_t error = comm_ == nullptr ? ncclRemoteError : ncclSuccess;
     if (comm_ != nullptr) WB_TRY_NCCL(nccl_library().comm_get_async_error(comm_, &error));

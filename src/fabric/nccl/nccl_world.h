@@ -61,8 +61,9 @@ class NcclWorld {
 
   // Waits for what `stream` holds; a group of several nodes must wait so, because kernels of NCCL that wait for a lost node never end by themselves.
   // kPeerFailed naming node and rank of a process that has ended, or that a neighbour gave up because it did not answer, on every rank that calls this;
-  // kTimeout naming who does not answer when `what` takes longer than NcclOptions::timeout. The stream is free again then (its results are worthless), rail() refuses, and abandon() is what is left; graphs that hold
-  // messages of the rail must be destroyed. One node: cudaStreamSynchronize, its kernels have timeouts of their own.
+  // kTimeout naming who does not answer when `what` takes longer than NcclOptions::timeout. The stream is free again then (its results are worthless), rail()
+  // refuses, and abandon() is what is left; graphs that hold messages of the rail must be destroyed. One node: cudaStreamSynchronize, its kernels have timeouts
+  // of their own.
   void synchronize(cudaStream_t stream, const char* what);
 
   // As CudaLocalGroup: of this rank. clear_errors() is collective, with no kernel running anywhere.
@@ -79,7 +80,7 @@ class NcclWorld {
   ncclWindow_t register_arena(ncclComm_t comm);
   int choose_nodes(int wanted);
   void map_arena(int ranks_per_node);
-  void await(cudaStream_t stream, const char* what, std::chrono::nanoseconds timeout);
+  void await(cudaStream_t stream, const char* what, std::chrono::nanoseconds timeout, bool has_results);
   bool has_lost_a_rank() noexcept;
   std::string name(int rank) const;
   std::string loss(const char* what, ncclResult_t error);
