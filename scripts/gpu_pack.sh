@@ -15,7 +15,7 @@ build=${2:-build/gpu}
 [ -f "$build/CMakeCache.txt" ] || cmake --preset cuda -B "$build" -DWAYBILL_CUDA=ON
 cmake "$build" >/dev/null
 mapfile -t targets < <(ninja -C "$build" -t targets all | sed -n -E 's/^((test|bench)_cuda_[a-z0-9_]*|other_nccl): phony$/\1/p')
-cmake --build "$build" --target "${targets[@]}" waybill waybill_shared waybill_torch waybill_jax_if_found
+cmake --build "$build" --target "${targets[@]}" waybill waybill_shared waybill_torch waybill_jax_if_found waybill_clock
 pack=$(mktemp -d)
 trap 'rm -rf "$pack"' EXIT
 mkdir "$pack/bin" "$pack/lib"
@@ -23,7 +23,7 @@ cp "$build"/gpu_bin/* "$build/tools/waybill/waybill" "$pack/bin/"
 cp -L "$build/src/capi/libwaybill.so" "$pack/lib/"
 ln -s libwaybill.so "$pack/lib/$(basename "$(readlink "$build/src/capi/libwaybill.so")")"
 [ ! -f "$build/bindings/jax/libwaybill_jax.so" ] || cp "$build/bindings/jax/libwaybill_jax.so" "$pack/lib/"
-cp "$build/bindings/torch/libwaybill_torch.so" "$pack/lib/"  # found beside libwaybill.so
+cp "$build/bindings/torch/libwaybill_torch.so" "$build/bench/peers/clock/libwaybill_clock.so" "$pack/lib/"  # found beside libwaybill.so
 # What the programs load besides the system's own.
 find "$pack/bin" "$pack/lib" -type f -exec ldd {} + 2>/dev/null | awk '$3 ~ /^\// {print $3}' | sort -u |
   grep -v -E '/(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|libcuda|libwaybill)\.so' | xargs -r cp -L -t "$pack/lib"

@@ -14,8 +14,9 @@ lowers it to; it is timed over two calls. XLA_FLAGS chooses its other lowerings:
 --xla_gpu_experimental_use_ragged_dot_grouped_gemm=true.
 
 Host time: medians of 1,000 calls with small operands. "call": until it returns. "empty": a program (JAX) or custom op (PyTorch) with the same arguments and
-results that computes nothing of ours; in JAX both take turns. "library": the time inside the block's C functions, in place. "C": C functions through
-ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
+results that computes nothing of ours; in JAX both take turns. "library": the time inside the C functions, in place, where they queue their kernels
+(libwaybill_clock.so). "added" = call - library - empty, also by the op; "skipped": the same where the C functions return at once, by the op. "C": C functions
+through ctypes. Under a CUDA graph the time of a replay is divided by its 100 calls.
 --cores: the process stays on so many of the cores on which a loop runs fastest (0: on all). PyTorch's block: torch_host.py.
 """
 
@@ -138,19 +139,19 @@ def jax_rates(shape, load, cpp, only):
     return result
 
 
-def turns(calls, wait, nanoseconds, count=1000, every=10):
-    """calls {"call", "empty"} take turns. Medians: each, "library" (the time in the block's C functions, in place), and "added" = call - library - empty."""
+def turns(calls, wait, timed, count=1000, every=10):
+    """calls {"call", "empty"} take turns. Medians: each, "library" (the time in the library's functions, in place), and "added" = call - library - empty."""
     times, inside = {name: [] for name in calls}, []
     for number in range(count + 100):
         for name, call in calls.items():
-            before = nanoseconds.value
+            before = timed.nanoseconds
             begin = time.perf_counter()
             call()
             spent = time.perf_counter() - begin
             if number >= 100:
                 times[name].append(spent)
                 if name == "call":
-                    inside.append((nanoseconds.value - before) * 1e-9)
+                    inside.append((timed.nanoseconds - before) * 1e-9)
         if number % every == every - 1:
             wait()
     us = {name: median_us(values) for name, values in times.items()}
@@ -158,43 +159,56 @@ def turns(calls, wait, nanoseconds, count=1000, every=10):
     return us | {"library": median_us(inside), "added": without - us["empty"]}
 
 
-def jax_host(only="", rounds=2):
-    import jax
-    import jax.numpy as jnp
-    import timed_library
-    import waybill.jax as wbj
-
+def jax_ops(jax, jnp, wbj):
+    """{name: (function, operands, ops of ours in the program)}."""
     config = wbj.RouterConfig(E=64, K=4)
     logits, a, w = jnp.ones((32, 64)), jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
     sizes, x = jnp.array([30, 34], jnp.int32), jnp.ones((32, 64))
     block = wbj.MoeConfig(H=64, F=64, router=wbj.RouterConfig(E=8, K=2), recipe="bf16")
     rows, params = jnp.ones((16, 64), jnp.bfloat16), wbj.init_params(jax.random.key(1), block, dtype=jnp.bfloat16)
-    ops = {
-        "router": (lambda logits: wbj.router(logits, config)[:3], (logits,)),
-        "router backward": (lambda logits: jax.grad(lambda logits: wbj.router(logits, config).weights.sum())(logits), (logits,)),
-        "grouped_matmul": (lambda a, w, sizes: wbj.ragged_dot(a, w, sizes), (a, w, sizes)),
-        "grouped_matmul, 8 in a program": (lambda a, w, sizes: chain(wbj.ragged_dot, a, w, sizes), (a, w, sizes)),
-        "quantize_mx": (wbj.quantize_mx, (x,)),
-        "moe_block forward": (lambda x, params: wbj.moe_block(x, params, block)[0], (rows, params)),
-        "moe_block forward + backward": (lambda x, params: jax.grad(total, argnums=(0, 1))(x, params), (rows, params)),
-    }
+
+    def back(function, *operands):
+        """The backward alone: what the forward left for it is an operand."""
+        out, pull = jax.vjp(function, *operands)
+        return lambda pull, d_out: pull(d_out), (pull, jnp.ones_like(out))
 
     def total(x, params):
         return wbj.moe_block(x, params, block)[0].astype(jnp.float32).sum()
 
-    def chain(dot, a, w, sizes):
+    def chain(a, w, sizes):
         for _ in range(8):
-            a = dot(a, w, sizes)
+            a = wbj.ragged_dot(a, w, sizes)
         return a
 
-    ops = {name: op for name, op in ops.items() if only in name}
-    nanoseconds, result = timed_library.in_jax(), {}
-    for name, (op, operands) in ops.items():
+    return {
+        "router": (lambda logits: wbj.router(logits, config)[:3], (logits,), 1),
+        "router backward": (*back(lambda logits: wbj.router(logits, config).weights, logits), 1),
+        "router forward + backward": (jax.grad(lambda logits: wbj.router(logits, config).weights.sum()), (logits,), 2),
+        "grouped_matmul": (wbj.ragged_dot, (a, w, sizes), 1),
+        "grouped_matmul backward": (*back(lambda a, w: wbj.ragged_dot(a, w, sizes), a, w), 2),
+        "grouped_matmul, 8 in a program": (chain, (a, w, sizes), 8),
+        "quantize_mx": (wbj.quantize_mx, (x,), 1),
+        "moe_block forward": (lambda x, params: wbj.moe_block(x, params, block)[0], (rows, params), 1),
+        "moe_block forward + backward": (jax.grad(total, argnums=(0, 1)), (rows, params), 2),
+    }
+
+
+def jax_host(timed, only="", rounds=2):
+    import jax
+    import jax.numpy as jnp
+    import waybill.jax as wbj
+
+    result = {}
+    for name, (op, operands, count) in jax_ops(jax, jnp, wbj).items():
+        if only not in name:
+            continue
         shapes = jax.eval_shape(op, *operands)
-        # Depends on every argument, so that none is dropped, and makes every result.
-        empty = lambda *operands, shapes=shapes: jax.tree.map(  # noqa: E731
-            lambda leaf: jnp.full(leaf.shape, sum(jnp.ravel(o)[0].astype(jnp.float32) for o in jax.tree.leaves(operands))).astype(leaf.dtype), shapes
-        )
+
+        def empty(*operands, shapes=shapes):
+            """Depends on every argument, so that none is dropped, and makes every result."""
+            value = sum(jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(operands) if leaf.size)
+            return jax.tree.map(lambda leaf: jnp.full(leaf.shape, value).astype(leaf.dtype), shapes)
+
         holder = {}
 
         def call_of(kind, function, operands=operands, holder=holder):
@@ -204,9 +218,18 @@ def jax_host(only="", rounds=2):
             return call
 
         calls = {kind: call_of(kind, jax.jit(function)) for kind, function in (("call", op), ("empty", empty))}
-        result[name] = [turns(calls, lambda holder=holder: jax.block_until_ready(holder), nanoseconds) for _ in range(rounds)]
+        before = timed.calls
+        calls["call"]()
+        assert timed.calls > before, f"{name}: the program calls no function of the library that has a clock"
+        wait = lambda holder=holder: jax.block_until_ready(holder)  # noqa: E731
+        result[name] = [turns(calls, wait, timed) for _ in range(rounds)]
+        timed.skip(True)
+        skipped = turns(calls, wait, timed)
+        timed.skip(False)
         for us in result[name]:
-            print(f"| {name} | {us['call']:.1f} | {us['empty']:.1f} | {us['library']:.1f} | {us['added']:.1f} |", flush=True)
+            us |= {"ops": count, "skipped": skipped["added"]}
+            print(f"| {name} | {count} | {us['call']:.1f} | {us['empty']:.1f} | {us['library']:.1f} | {us['added']:.1f} | {us['added'] / count:.1f} | "
+                  f"{us['skipped'] / count:.1f} |", flush=True)  # fmt: skip
     return result
 
 
@@ -306,14 +329,20 @@ def main():
     chosen, best, worst = cores.take_quiet(args.cores)
     print(f"cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
     need_gpu(args.framework, parser)
+    timed = None
+    if args.framework == "jax" and not args.rate_only:
+        import timed_library
+
+        timed = timed_library.Timed()  # before waybill.jax
     record = {"framework": args.framework, "shape": args.shape, "load": args.load}
     if not args.host_only:
         print("{}x{} N{} C{} {} bf16: | call | us | TFLOP/s | C++ TFLOP/s | of C++ |".format(*args.shape, args.load))
         rates = {"jax": jax_rates, "torch": torch_rates}[args.framework]
         record["rate_us"] = rates(args.shape, args.load, cpp_rates(args.cpp, args.shape, args.load), args.only)
     if not args.rate_only:
-        print("host time, us: | op | call | empty | library | added |" if args.framework == "jax" else "host time, us: | op | call |")
-        record["host_us"] = jax_host(args.only) if args.framework == "jax" else torch_host()
+        heads = {"jax": "program | ops | call | empty | library | added | an op | skipped", "torch": "op | call"}
+        print(f"host time, us: | {heads[args.framework]} |")
+        record["host_us"] = jax_host(timed, args.only) if args.framework == "jax" else torch_host()
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

@@ -5,8 +5,8 @@
   python3 bench/peers/jax_moe.py [--shape small|demo] [--platform cpu|cuda] [--devices N] [--seconds S] [--json FILE] [--host-only]
       [--load W0] [--only TEXT]
 
-Stacks, same weights and routes: "waybill moe_block"; "waybill ops" (router, permute or dispatch, ragged_dot, combine); "ragged_dot" (rows sorted by expert, XLA's
-default lowering of jax.lax.ragged_dot); "dense loop" (every expert on every token, times its weight). With --devices N > 1 the tokens and experts
+Stacks, same weights and routes: "waybill moe_block"; "waybill ops" (router, permute or dispatch, ragged_dot, combine); "ragged_dot" (rows sorted by expert,
+XLA's default lowering of jax.lax.ragged_dot); "dense loop" (every expert on every token, times its weight). With --devices N > 1 the tokens and experts
 are spread over a mesh axis: ours, and "all_to_all": pairs packed by device into equal buffers of twice the mean load, jax.lax.all_to_all,
 ragged_dot, all_to_all back. That one drops what passes its buffers; the check fails then, so that only dropless runs are timed.
 Each is checked against the dense loop, values and gradients, before anything is timed. Stacks take turns; medians and p90.
@@ -18,8 +18,8 @@ grouped_matmul. A time ends when the device has finished.
 
 --load W0 to W9: logits whose largest are the load's ids (the gate is a unit matrix, x starts with the logits; loads.py), on one device.
 
-Host time of an op: a jitted program with the op on one row, minus a jitted program with the same arguments and results and no op, and minus the same work called in
-the library directly where that is more than one matmul; medians of 1,000 calls.
+Host time of an op: a jitted program with the op on one row, minus a jitted program with the same arguments and results and no op, and minus the same work
+called in the library directly where that is more than one matmul; medians of 1,000 calls.
 """
 
 import argparse
@@ -263,7 +263,7 @@ def host_time():
         "unpermute": (lambda y, ids, weights: wbj.unpermute(y, ids, weights, E=2), (x, ids, weights)),
         "quantize_mx": (wbj.quantize_mx, (jnp.ones((1, 32)),)),
         "moe_block forward": (lambda x, params: wbj.moe_block(x, params, config)[0], (x, params)),
-        "moe_block forward + backward": (lambda x, params: jax.grad(lambda x, params: wbj.moe_block(x, params, config)[0].sum(), argnums=(0, 1))(x, params), (x, params)),
+        "moe_block forward + backward": (jax.grad(lambda x, params: wbj.moe_block(x, params, config)[0].sum(), argnums=(0, 1)), (x, params)),
     }  # fmt: skip
     calls = {}
     for name, (op, operands) in ops.items():
@@ -303,7 +303,8 @@ def main():
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
-        parser.error(f"--platform {args.platform}: JAX {jax.__version__} finds no such device ({str(error).splitlines()[0] if str(error) else 'no plugin for it'})")
+        why = str(error).splitlines()[0] if str(error) else "no plugin for it"
+        parser.error(f"--platform {args.platform}: JAX {jax.__version__} finds no such device ({why})")
     record = {"jax": jax.__version__, "machine": platform.processor() or platform.machine(), "devices": args.devices}
     if args.host_only:
         record["host_us"] = host_time()

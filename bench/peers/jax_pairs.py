@@ -2,22 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a dispatch or combine a start/done pair hides behind independent work, in JAX on a GPU.
 
-  python3 bench/peers/jax_pairs.py [--shape T,H,E,K] [--work N] [--trace FOLDER] [--json FILE] [--nodes PROCESS,PROCESSES,PORT]
+  python3 bench/peers/jax_pairs.py [--shape T,H,E,K] [--work N] [--repeat R] [--calls C] [--rounds N] [--limit S] [--trace FOLDER] [--json FILE]
+      [--nodes PROCESS,PROCESSES,PORT]
 
-Four programs on the same operands: "work" (bf16 matmul [T, H] x [H, N]), "whole" (dispatch or combine), "in order" (the whole call, then the work),
-"pair" (start, the work, done; held in this order by optimization barriers). Their results are compared to the bit first. One call and eleven calls are
-timed on an idle device, a tenth of the difference, median of 5; programs take turns. hidden = in order - pair.
+Four programs on the same operands: "work" (R bf16 matmuls in a row, [T, H] x [H, N] and back), "whole" (dispatch or combine), "in order" (the whole call, then
+the work), "pair" (start, the work, done; held in this order by optimization barriers). Their results are compared to the bit first. One call and 1 + C calls
+are timed on an idle device, a C-th of the difference, median of the rounds behind the first; programs take turns. hidden = in order - pair.
 
 --trace: one run of "pair" under jax.profiler; kernels of each stream and how long ours ran beside the work's.
---nodes: this process is one of several that share GPU 0 and are nodes of their own to NCCL; rows travel over sockets. Start all of them.
+--nodes: this process is one of several that share GPU 0 and are nodes of their own to NCCL; rows travel over sockets, at about 1 GB/s, so the defaults are
+smaller there. Start all of them.
+--limit: after so many seconds the stacks of all threads are written and the process ends.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import faulthandler
 import glob
 import json
 import os
 import statistics
+import sys
 import time
 
 
@@ -27,7 +33,9 @@ def programs(jax, wbj, args, place):
     barrier = jax.lax.optimization_barrier
 
     def work(x, w):
-        return jnp.matmul(x, w)
+        for number in range(args.repeat):
+            x = jnp.matmul(x, w if number % 2 == 0 else w.T)
+        return x
 
     def tie(pending, value):
         """value, computed behind the start of pending; pending, used behind nothing more."""
@@ -93,12 +101,24 @@ def show_trace(folder, jax):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))), default=(8192, 4096, 32, 4))
+    parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--work", type=int, default=8192)
+    parser.add_argument("--repeat", type=int)
+    parser.add_argument("--calls", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--limit", type=float)
     parser.add_argument("--trace")
     parser.add_argument("--json")
     parser.add_argument("--nodes", type=lambda text: tuple(map(int, text.split(","))))
     args = parser.parse_args()
+    # A call between nodes takes milliseconds, on one GPU a quarter of one.
+    for name, alone, nodes in (("shape", (8192, 4096, 32, 4), (1024, 2048, 32, 4)), ("repeat", 1, 64), ("calls", 10, 4), ("rounds", 6, 4)):
+        if getattr(args, name) is None:
+            setattr(args, name, nodes if args.nodes else alone)
+    if args.limit:
+        faulthandler.dump_traceback_later(args.limit, exit=True)
+    begun = time.perf_counter()
+    said = lambda text: print(f"{time.perf_counter() - begun:.1f} s: {text}", file=sys.stderr, flush=True)  # noqa: E731
     index, count = 0, 1
     if args.nodes:
         index, count, port = args.nodes
@@ -116,6 +136,7 @@ def main():
     place = {"axis_name": "ep", "hierarchy": "two_level"} if args.nodes else {}
     rng = np.random.default_rng(index)
     x, w = (jax.random.normal(jax.random.key(seed), dims, jax.numpy.bfloat16) for seed, dims in ((index, (T, H)), (9, (H, args.work))))
+    w = w * (H * args.work) ** -0.25  # there and back keeps the size of x
     ids = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int16)
     weights = np.full((T, K), 1 / K, np.float32)
     of_dispatch, of_combine = programs(jax, wbj, args, place)
@@ -136,6 +157,7 @@ def main():
         wrap = jax.jit
         x, ids, weights, w = map(jax.numpy.asarray, (x, ids, weights, w))
     calls = {name: (wrap(function), (x, ids, weights, w)) for name, function in of_dispatch.items()}
+    said("operands")
     slots = calls["dispatch whole"][0](x, ids, weights, w)
     calls |= {name: (wrap(function), (x, ids, weights, w, slots.rows)) for name, function in of_combine.items()}
 
@@ -145,6 +167,7 @@ def main():
     for op in ("dispatch", "combine"):
         results = [bits(calls[f"{op} {kind}"][0](*calls[f"{op} {kind}"][1])) for kind in ("in order", "pair")]
         assert results[0] == results[1], f"{op}: the pair's results are not those of the whole call"
+        said(f"{op}: equal bits")
 
     def seconds(call, operands, number):
         begin = time.perf_counter()
@@ -154,30 +177,34 @@ def main():
         return time.perf_counter() - begin
 
     samples = {name: [] for name in calls}
-    for _ in range(6):
+    for number in range(args.rounds):
         for name, (call, operands) in calls.items():
             seconds(call, operands, 1)
-            samples[name].append((seconds(call, operands, 11) - seconds(call, operands, 1)) / 10 * 1e6)
+            samples[name].append((seconds(call, operands, 1 + args.calls) - seconds(call, operands, 1)) / args.calls * 1e6)
+        said(f"round {number}: " + ", ".join(f"{name} {values[-1]:.0f} us" for name, values in samples.items()))
     us = {name: statistics.median(values[1:]) for name, values in samples.items()}
     if index == 0:
-        print(f"T, H, E, K = {args.shape}, work [{T}, {H}] x [{H}, {args.work}], {count} process(es); us a call")
+        print(f"T, H, E, K = {args.shape}, work {args.repeat} x [{T}, {H}] x [{H}, {args.work}], {count} process(es); us a call")
         for op in ("dispatch", "combine"):
             hidden = us[f"{op} in order"] - us[f"{op} pair"]
+            share = hidden / min(us["work"], us[f"{op} whole"])
             print(f"| {op} | work {us['work']:.0f} | whole {us[f'{op} whole']:.0f} | in order {us[f'{op} in order']:.0f} | pair {us[f'{op} pair']:.0f} | "
-                  f"hidden {hidden:.0f} | {hidden / us[f'{op} whole']:.2f} of the call |", flush=True)  # fmt: skip
-    if args.trace and index == 0:
+                  f"hidden {hidden:.0f} | {hidden / us[f'{op} whole']:.2f} of the call | {share:.2f} of the shorter |", flush=True)  # fmt: skip
+    if args.trace:
         for op in ("dispatch", "combine"):
             folder = os.path.join(args.trace, op)
             call, operands = calls[f"{op} pair"]
-            with jax.profiler.trace(folder):
+            with jax.profiler.trace(folder) if index == 0 else contextlib.nullcontext():  # the other processes take part
                 jax.block_until_ready(call(*operands))
+            if index > 0:
+                continue
             try:
                 show_trace(folder, jax)
             except (ValueError, AttributeError, KeyError) as error:
                 print(f"the trace of {op} was not read: {error}")
     if args.json and index == 0:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"shape": args.shape, "work": args.work, "processes": count, "us": us}, file, indent=1)
+            json.dump({"shape": args.shape, "work": args.work, "repeat": args.repeat, "processes": count, "us": us}, file, indent=1)
     if args.nodes:
         os._exit(0)
 

@@ -75,7 +75,8 @@ def load_config(path, overrides):
         key, _, value = text.partition("=")
         section, _, name = key.partition(".")
         given.setdefault(section, {})[name] = tomllib.loads(f"x = {value}")["x"]
-    config = {section: {**DEFAULTS.get(section, {}), **given.get(section, {})} for section in set(DEFAULTS) | {k for k, v in given.items() if isinstance(v, dict)}}
+    sections = set(DEFAULTS) | {k for k, v in given.items() if isinstance(v, dict)}
+    config = {section: {**DEFAULTS.get(section, {}), **given.get(section, {})} for section in sections}
     unsupported = [k for k in ("shared_F", "latent", "capacity_factor") if config["moe"].get(k)]
     if unsupported or config["router"]["score"] != "sigmoid" or not config["router"]["renormalise"] or config["model"]["qk_norm"]:
         sys.exit(f"torch_demo: only the demo's recipe is written here (sigmoid, renormalised, no {', '.join(unsupported) or 'qk_norm'})")

@@ -103,7 +103,8 @@ def main():
         with open(arguments.out, "w", encoding="utf-8") as out:
             for groups, rows, n, c in SHAPES:
                 us = measure_fp8(groups, rows, n, c)
-                record = {"op": "fp8_fwd", "case": f"{groups}x{rows} N{n} C{c} even", "torch_version": torch.__version__, "peers": {"torch row-wise": round(us, 2)}}
+                record = {"op": "fp8_fwd", "case": f"{groups}x{rows} N{n} C{c} even", "torch_version": torch.__version__,
+                          "peers": {"torch row-wise": round(us, 2)}}  # fmt: skip
                 out.write(json.dumps(record) + "\n")
                 print(f"{groups}x{rows} N{n} C{c}: {us:.1f} us {2 * groups * rows * n * c / us * 1e-6:.1f} TFLOP/s", flush=True)
         return

@@ -10,8 +10,11 @@ Medians of 1,000 calls a round, all kinds of calls taking turns; the device is w
   library          of a call of the first two, the time inside the C functions (kernels are queued there)
   empty node       an autograd.Function of as many inputs that copies x and returns d_out
   same node        one that saves and returns as many tensors as the block does and allocates them, and does nothing else
+  waiting node     the same node, which keeps its core busy each way as long as the library did in the calls of "builtin" just before, without Python's lock;
+                   that time is subtracted
   allocations      the six allocations alone
-added = call - library - empty node; of that, "same node - empty node" is PyTorch's own, the rest is the binding's.
+added = call - library - empty node. Of that, "waiting node - empty node" is PyTorch's own (its thread of the backward wakes up on a core that slept as long as
+the library worked on the other, and the other way round), the rest is the binding's.
 "in this thread": the same with torch.autograd.set_multithreading_enabled(False), where backward runs in the calling thread.
 
 --cores: the process stays on so many of the cores on which a loop runs fastest at the start (0: on all), one run for each number, in processes of their own.
@@ -26,11 +29,12 @@ import tempfile
 import time
 
 import cores
+import timed_library
 
 PARAMETERS = ((2, 8), (2, 16, 8), (2, 8, 8))
 
 
-def nodes(torch):
+def nodes(torch, timed, waits):
     from torch_moe import Nothing
 
     class Same(torch.autograd.Function):
@@ -45,19 +49,30 @@ def nodes(torch):
             x, _, *parameters = ctx.saved_tensors
             return torch.empty_like(x), None, *[torch.empty_like(parameter) for parameter in parameters]
 
-    return Nothing, Same
+    class Waiting(Same):
+        @staticmethod
+        def forward(ctx, x, room, *parameters):
+            out = Same.forward(ctx, x, room, *parameters)
+            timed.spin(waits[0])
+            return out
+
+        @staticmethod
+        def backward(ctx, d_out):
+            gradients = Same.backward(ctx, d_out)
+            timed.spin(waits[1])
+            return gradients
+
+    return Nothing, Same, Waiting
 
 
-def make_calls(torch, with_graphed):
-    import timed_library
+def make_calls(torch, timed, waits, with_graphed):
     import waybill.torch as wbt
     from waybill.torch import _fast, _plain
 
     new = lambda *dims: torch.nn.Parameter(torch.randn(*dims, device="cuda").bfloat16())  # noqa: E731
     parameters = tuple(new(*dims) for dims in PARAMETERS)
     x, d_out = torch.randn(1, 8, device="cuda").bfloat16().requires_grad_(), torch.ones(1, 8, device="cuda").bfloat16()
-    timed, nanoseconds = timed_library.functions()
-    _plain.library = lambda: timed
+    _plain.library = timed.functions
     grad, wanted, blocks = torch.autograd.grad, (x, *parameters), {}
     forms = ["builtin", "ctypes"] if _fast.available() else ["ctypes"]
     for form in forms:
@@ -72,10 +87,11 @@ def make_calls(torch, with_graphed):
         block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
         block(x)
         blocks["graphed"] = torch.cuda.make_graphed_callables(block, (torch.randn_like(x).requires_grad_(),))
-    Nothing, Same = nodes(torch)
+    Nothing, Same, Waiting = nodes(torch, timed, waits)
     calls = {form: lambda block=block: grad(block(x), wanted, d_out) for form, block in blocks.items()} | {
         "empty node": lambda: grad(Nothing.apply(x, *parameters), x, d_out),
         "same node": lambda: grad(Same.apply(x, room, *parameters), wanted, d_out),
+        "waiting node": lambda: grad(Waiting.apply(x, room, *parameters), wanted, d_out),
         "allocations": lambda: [torch.empty_like(t) for t in (x, room, *wanted)],
     }
     step = calls[forms[0]]
@@ -88,23 +104,25 @@ def make_calls(torch, with_graphed):
     with torch.cuda.graph(graph):
         for _ in range(10):
             step()
-    return calls, forms, nanoseconds, graph
+    return calls, forms, graph
 
 
-def measure(torch, calls, forms, nanoseconds, count=1000):
+def measure(torch, calls, forms, timed, waits, count=1000):
     times = {name: [] for name in calls}
     inside, without = ({form: [] for form in forms} for _ in range(2))
     for number in range(count + 100):
         for name, call in calls.items():
-            before = nanoseconds.value
+            before = timed.nanoseconds
             begin = time.perf_counter()
             call()
             spent = time.perf_counter() - begin
+            if name == forms[0]:
+                waits[:] = timed.step
             if number < 100:
                 continue
-            times[name].append(spent)
+            times[name].append(spent - sum(waits) * 1e-9 if name == "waiting node" else spent)
             if name in forms:
-                inside[name].append((nanoseconds.value - before) * 1e-9)
+                inside[name].append((timed.nanoseconds - before) * 1e-9)
                 without[name].append(spent - inside[name][-1])
         if number % 10 == 9:
             torch.cuda.synchronize()
@@ -113,23 +131,24 @@ def measure(torch, calls, forms, nanoseconds, count=1000):
     for form in forms:
         left = median(without[form])
         result[f"{form}: library"] = median(inside[form])
-        result |= {f"{form}: added": left - result["empty node"], f"{form}: the binding's": left - result["same node"]}
+        result |= {f"{form}: added": left - result["empty node"], f"{form}: the binding's": left - result["waiting node"]}
     return result
 
 
 def run(number_of_cores, rounds, with_graphed):
     chosen, best, worst = cores.take_quiet(number_of_cores)
+    timed, waits = timed_library.Timed(), [0, 0]
     import torch
 
     if not torch.cuda.is_available():
         sys.exit(f"PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
-    calls, forms, nanoseconds, graph = make_calls(torch, with_graphed)
+    calls, forms, graph = make_calls(torch, timed, waits, with_graphed)
     print(f"PyTorch {torch.__version__}; cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
     record = {"torch": torch.__version__, "cores": chosen, "loop_us": [best, worst], "rounds": []}
     for _ in range(rounds):
         for where in ("", "in this thread"):
             with torch.autograd.set_multithreading_enabled(not where):
-                result = measure(torch, calls, forms, nanoseconds)
+                result = measure(torch, calls, forms, timed, waits)
             record["rounds"].append({"where": where, **result})
             print("| " + " | ".join([where or "default", *(f"{name} {us:.1f}" for name, us in result.items())]) + " |", flush=True)
     replays = []

@@ -259,11 +259,11 @@ def main():
     record = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "threads": args.threads}
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
+        parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and PyTorch with CUDA are needed)")
     if device.type == "cpu":
         record["host_us"] = host_time()
-        print("host time of forward + backward: {waybill:.1f} us; a node that does nothing {nothing:.1f} us, inside the library {library:.1f} us, the rest {added:.1f} us"
-              .format(**record["host_us"]))  # fmt: skip
+        print("host time of forward + backward: {waybill:.1f} us; a node that does nothing {nothing:.1f} us, inside the library {library:.1f} us, "
+              "the rest {added:.1f} us".format(**record["host_us"]))  # fmt: skip
     elif args.host_only:
         parser.error("--host-only is of the CPU; on a GPU: torch_host.py")
     if not args.host_only:
@@ -278,7 +278,8 @@ def main():
         ours = record["forward_backward"]["waybill"]["median_ms"]
         for name in both_ways:
             both = record["forward_backward"][name]
-            print(f"| {name} | {record['forward'].get(name, both)['median_ms']:.2f} | {both['median_ms']:.2f} | {both['p90_ms']:.2f} | {both['median_ms'] / ours:.2f} |")
+            forward, ms = record["forward"].get(name, both)["median_ms"], both["median_ms"]
+            print(f"| {name} | {forward:.2f} | {ms:.2f} | {both['p90_ms']:.2f} | {ms / ours:.2f} |")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

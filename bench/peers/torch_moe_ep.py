@@ -260,7 +260,8 @@ def measure(shape, variant, experts, leaves, iterations, device, per_gpu, load="
         "value": round(median, 1), "spread": round(at(0.9) - at(0.1), 1), "floor": None, "target": None, "peers": {}, "evidence": evidence,
         "ranks": per_gpu * dist.get_world_size(), "gpus": dist.get_world_size(),
         "checked": True, "p50": round(median, 1), "p99": round(at(0.99), 1), "iterations": iterations,
-        "tflops": round(18 * tokens / dist.get_world_size() * K * H * inner / median * 1e-6, 1), "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2, "shares": share,
+        "tflops": round(18 * tokens / dist.get_world_size() * K * H * inner / median * 1e-6, 1), "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2,
+        "shares": share,
         "kernel_us": round(kernel_us, 1), "host_waits": 1, "graph": False, "load": load, "torch_version": torch.__version__,
     }  # fmt: skip
 
@@ -319,7 +320,8 @@ def work(rank, args, shapes, port):
             record = measure(shape, name, *makers[name], count, device, args.ranks_per_gpu, load)
             torch.cuda.empty_cache()
             say(f"{record['case']:<48} {record['variant']:<15} {load:<7} {record['value'] / 1e3:9.3f} ms  p90-p10 {record['spread'] / 1e3:7.3f}  "
-                f"{record['tflops']:6.1f} TFLOP/s/GPU  extra {record['peak_bytes'] / 2**30:5.2f} GiB  shares {record['shares']}  x{count}  ({time.perf_counter() - started:.0f} s)")  # fmt: skip
+                f"{record['tflops']:6.1f} TFLOP/s/GPU  extra {record['peak_bytes'] / 2**30:5.2f} GiB  shares {record['shares']}  x{count}  "
+                f"({time.perf_counter() - started:.0f} s)")  # fmt: skip
             if out:
                 out.write(json.dumps(record) + "\n")
                 out.flush()

@@ -3,14 +3,6 @@
 // (wbx_make_device_layer); a program that comes from a cache makes the layer of a single process by itself.
 #include "device_registry.h"
 
-// Benchmarks put functions with a clock in their place (bench/peers/timed_library.py).
-extern "C" {
-__attribute__((visibility("default"))) extern decltype(&wb_device_moe_forward) wbx_forward;
-__attribute__((visibility("default"))) extern decltype(&wb_device_moe_backward) wbx_backward;
-decltype(&wb_device_moe_forward) wbx_forward = &wb_device_moe_forward;
-decltype(&wb_device_moe_backward) wbx_backward = &wb_device_moe_backward;
-}
-
 namespace waybill::jax {
 namespace {
 
@@ -64,7 +56,7 @@ ffi::Error forward(void* stream, std::int32_t device, Any x, ffi::RemainingArgs 
   to.out = to_tensor(*out, call.at), to.ids = to_tensor(*ids, call.at), to.weights = to_tensor(*weights, call.at), to.counts = to_tensor(*counts, call.at);
   to.losses = to_tensor(*losses, call.at), to.status = to_tensor(*status, call.at);
   if (training) to.saved = to_tensor(*saved, call.at);
-  return to_error(wbx_forward(call.layer, &call.parameters, &call.x, &call.options, &to, call.at.stream()));
+  return to_error(wb_device_moe_forward(call.layer, &call.parameters, &call.x, &call.options, &to, call.at.stream()));
 }
 
 // rest: parameters, mask, seed, saved, d_out, loss weights [3], [6] or [0]. Results: dx, then a gradient for each given parameter but the router bias.
@@ -81,8 +73,8 @@ ffi::Error backward(void* stream, std::int32_t device, Any x, ffi::RemainingArgs
   for (std::int64_t i = 0; i < kNumParameters; ++i) {
     if ((given >> i & 1) != 0 && i != kRouterBias) *field(gradients, i) = to_tensor(**results.get<Any>(result++), call.at);
   }
-  return to_error(wbx_backward(call.layer, &call.parameters, &gradients, &call.x, &d_out, &dx, &call.options, &saved,
-                               factors.element_count() > 0 ? data_of<float>(factors) : nullptr, call.at.stream()));
+  return to_error(wb_device_moe_backward(call.layer, &call.parameters, &gradients, &call.x, &d_out, &dx, &call.options, &saved,
+                                         factors.element_count() > 0 ? data_of<float>(factors) : nullptr, call.at.stream()));
 }
 
 auto on_cuda() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::DeviceOrdinal>().Arg<Any>().RemainingArgs(); }

@@ -305,7 +305,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_dispatch, dispatch,
                               ffi::Ffi::Bind().Arg<U32>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Ret<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::S32>>()
                               WB_EXCHANGE_ATTRS.Attr<Bytes>("config"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_combine, combine,
-                              ffi::Ffi::Bind().Arg<U32>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<F32>() WB_EXCHANGE_ATTRS.Attr<bool>("weighted").Attr<Bytes>("config"));
+                              ffi::Ffi::Bind().Arg<U32>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<F32>()
+                              WB_EXCHANGE_ATTRS.Attr<bool>("weighted").Attr<Bytes>("config"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_combine_backward, combine_backward,
                               ffi::Ffi::Bind().Arg<U32>().Arg<F32>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Ret<F32>()
                               WB_EXCHANGE_ATTRS.Attr<Bytes>("config"));

@@ -363,7 +363,8 @@ class DeviceMoe(unittest.TestCase):
     def test_saved_bytes_follow_from_the_config(self):
         from waybill import _device
 
-        sizes = {recompute: _device.saved_bytes(dataclasses.replace(self.CONFIG, recompute=recompute).struct(), 1) for recompute in ("none", "activation", "layer")}
+        kinds = ("none", "activation", "layer")
+        sizes = {recompute: _device.saved_bytes(dataclasses.replace(self.CONFIG, recompute=recompute).struct(), 1) for recompute in kinds}
         rows, slots = 32, 64
         # a [S, F], and h [S, 2F] with the rows, all bf16; parts are aligned to 256 bytes.
         self.assertEqual(sizes["none"] - sizes["activation"], slots * 48 * 2)
@@ -379,6 +380,16 @@ class DeviceMoe(unittest.TestCase):
             _device.saved_bytes(dataclasses.replace(self.CONFIG, T_max=0).struct(), 1)
         with self.assertRaisesRegex(ValueError, "multiples of 8, got H = 60"):
             _device.saved_bytes(dataclasses.replace(self.CONFIG, H=60).struct(), 1)
+
+    def test_configs_that_differ_are_named_with_setting_rank_and_values(self):
+        mine, other = self.CONFIG.struct(), dataclasses.replace(self.CONFIG, router=waybill.RouterConfig(E=8, K=2, z_coefficient=0.5)).struct()
+        _core.name_difference(_abi.MoeConfig, [bytes(mine), bytes(mine)])
+        with self.assertRaisesRegex(ValueError, r"MoE configs differ between ranks: rank 0 has router.z_coefficient = 0.0, rank 2 has 0.5"):
+            _core.name_difference(_abi.MoeConfig, [bytes(mine), bytes(mine), bytes(other)])
+        with self.assertRaisesRegex(ValueError, r"exchange configs differ between ranks: rank 0 has H = 8, rank 1 has 16"):
+            _core.name_difference(_abi.ExchangeConfig, [bytes(_abi.ExchangeConfig(H=H)) for H in (8, 16)])
+        with self.assertRaisesRegex(ValueError, "rank 1 has another version of Waybill: its MoE config has 8 bytes"):
+            _core.name_difference(_abi.MoeConfig, [bytes(mine), bytes(8)])
 
     def test_the_most_tokens_are_those_of_the_call_where_the_config_names_none(self):
         from waybill import _device

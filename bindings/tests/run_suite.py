@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run_suite.py torch|jax|docs|cuda: the pytest files of one framework, or those for GPUs. Exit code 77 (a skip in ctest) with the reason where it is not installed."""
+"""run_suite.py torch|jax|docs|cuda: the pytest files of one framework, or those for GPUs.
+
+Exit code 77 (a skip in ctest) with the reason where it is not installed."""
 
 import importlib.util
 import pathlib

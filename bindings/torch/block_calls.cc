@@ -14,9 +14,9 @@ namespace {
 constexpr std::int32_t kMaxParameters = 10, kMaxRank = 8;
 constexpr long kOtherLayout = -1;  // of d_out: Python makes a copy that fits and calls again
 
-// Filled by Python once (torch/_fast.py has the same struct), read only afterwards: threads need no lock but the layer's own.
+// Filled by Python once (torch/_fast.py has the same struct and compares its size with wbt_plan_size), read only afterwards: threads need no lock but the
+// layer's own.
 struct Plan {
-  std::uint64_t struct_size;
   const DlExchange* exchange;
   decltype(&wb_device_moe_forward) forward;
   decltype(&wb_device_moe_backward) backward;

@@ -215,32 +215,6 @@ WB_API wb_status wb_grouped_gemm_wgrad(const wb_grouped_gemm_args* args, const w
  * pass S: refused on the CPU, cut off on a GPU. */
 WB_API wb_status wb_group_rows(const wb_tensor* sizes, const wb_tensor* offsets, const wb_tensor* rows, int64_t S, const wb_stream* stream) WB_NOEXCEPT;
 
-/* ---- low-precision formats ------------------------------------------------------------------------------------------- */
-
-enum wb_element_format { WB_E4M3 = 0, WB_E5M2 = 1, WB_E2M1 = 2 };
-enum wb_scale_format { WB_SCALE_E8M0 = 0, WB_SCALE_POWER_OF_TWO = 1, WB_SCALE_F32 = 2, WB_SCALE_E4M3 = 3 };
-typedef struct wb_quant_config {
-  uint64_t struct_size;
-  int32_t element, scale, rule; /* rule: wb_scale_rule */
-  int32_t stochastic;           /* 1: elements are rounded by counter from `seed` */
-  int64_t block_rows, block_columns;
-  uint64_t seed;
-} wb_quant_config;
-/* MXFP8 by rows: E4M3, E8M0 scales rounded up, blocks of 1 x 32. */
-WB_API wb_status wb_quant_config_init(wb_quant_config* config, uint64_t struct_size) WB_NOEXCEPT;
-
-typedef struct wb_quantized {
-  uint64_t struct_size;
-  wb_tensor codes;        /* [S, C] f8e4m3, f8e5m2 or u8; E2M1: [S, C / 2] u8, the even column in the low half */
-  wb_tensor scales;       /* [scale rows, ceil(C / block_columns)]: u8 (E8M0), f32 (power of two, F32), f8e4m3 or u8 (E4M3) */
-  wb_tensor group_scales; /* [L] f32, E4M3 scales only */
-} wb_quantized;
-/* x [S, C] fp32 or bf16. offsets [L+1] int32: blocks do not cross groups; null = one group. A block with a NaN gets NaN codes and scale. */
-WB_API wb_status wb_quantize(const wb_quant_config* config, const wb_tensor* x, const wb_tensor* offsets, const wb_quantized* out,
-                             const wb_stream* stream) WB_NOEXCEPT;
-WB_API wb_status wb_dequantize(const wb_quant_config* config, const wb_quantized* quantized, const wb_tensor* offsets, const wb_tensor* y,
-                               const wb_stream* stream) WB_NOEXCEPT;
-
 #ifdef __cplusplus
 }
 #endif

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The C ABI, second half: groups of ranks, exchange, the MoE layer and training. Included by waybill.h; the rules are there.
+/* The C ABI, second part: groups of ranks, exchange, the MoE layer and training. Included by waybill.h; the rules are there.
  * "Collective": every rank of the group makes the same calls in the same order, each from a thread of its own.
  */
 #ifndef WAYBILL_WAYBILL_DISTRIBUTED_H_
 #define WAYBILL_WAYBILL_DISTRIBUTED_H_
 
 #include "waybill/waybill.h"
+#include "waybill/waybill_quantize.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -108,23 +109,8 @@ WB_API wb_status wb_exchange_get_status(wb_exchange* exchange, wb_step_status* s
 /* ---- the MoE layer --------------------------------------------------------------------------------------------------- */
 
 enum wb_activation { WB_SWIGLU = 0, WB_CLAMPED_SWIGLU = 1, WB_RELU_SQUARED = 2 };
-/* What wb_quantize_activated quantises: weight * act(h) [S, F] or, where da is given, the gradient of h; to the bit the activation in a tensor of h's type,
- * then wb_quantize, which waybill/quantize_activated.h says more of. One device throughout. */
-typedef struct wb_activated_rows {
-  uint64_t struct_size;
-  int32_t activation;
-  float activation_limit, activation_alpha; /* clamped SwiGLU */
-  int32_t reserved;
-  wb_tensor h;                  /* [S, 2F or F] f32 or bf16 */
-  wb_tensor weight;             /* [S] f32 or not given */
-  wb_tensor da, d_weight;       /* [S, F] of h's type; written [S] f32; or not given */
-  wb_tensor partial_sums, wide; /* GPU: f32 [S, ceil(F / 64)] beside d_weight; room for the values where the fused kernels refuse, or not given */
-} wb_activated_rows;
-WB_API wb_status wb_quantize_activated(const wb_quant_config* config, const wb_activated_rows* x, const wb_tensor* offsets, const wb_quantized* out,
-                                       const wb_stream* stream) WB_NOEXCEPT;
 /* How operands of the expert matmuls are rounded; accumulation, weights and gradients stay fp32 (waybill/recipe.h). */
 enum wb_recipe { WB_RECIPE_FP32 = 0, WB_RECIPE_BF16 = 1, WB_RECIPE_FP8 = 2, WB_RECIPE_MXFP8 = 3, WB_RECIPE_NVFP4 = 4 };
-enum wb_scale_rule { WB_SCALE_ROUND_UP = 0, WB_SCALE_FLOOR = 1 };
 enum wb_recompute { WB_RECOMPUTE_NONE = 0, WB_RECOMPUTE_ACTIVATION = 1, WB_RECOMPUTE_LAYER = 2 };
 
 typedef struct wb_moe_config {

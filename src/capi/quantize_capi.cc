@@ -19,6 +19,14 @@ wb_quant_config default_quant_config() {
   return config;
 }
 
+wb_activated_rows default_activated_rows() {
+  const ActivationConfig defaults;
+  wb_activated_rows rows{};
+  rows.activation = static_cast<std::int32_t>(defaults.kind);
+  rows.activation_limit = defaults.limit, rows.activation_alpha = defaults.alpha;
+  return rows;
+}
+
 QuantConfig to_quant_config(const wb_quant_config* config) {
   const wb_quant_config given = read_struct(config, "config", default_quant_config());
   QuantConfig result;
@@ -47,6 +55,10 @@ wb_status wb_quant_config_init(wb_quant_config* config, uint64_t struct_size) no
   return guarded([&] { init_struct(config, struct_size, default_quant_config(), "config"); });
 }
 
+wb_status wb_activated_rows_init(wb_activated_rows* rows, uint64_t struct_size) noexcept {
+  return guarded([&] { init_struct(rows, struct_size, default_activated_rows(), "rows"); });
+}
+
 wb_status wb_quantize(const wb_quant_config* config, const wb_tensor* x, const wb_tensor* offsets, const wb_quantized* out, const wb_stream* stream) noexcept {
   return guarded([&] {
     const TensorView view = to_view(x, "x", Memory::kAny);
@@ -57,7 +69,7 @@ wb_status wb_quantize(const wb_quant_config* config, const wb_tensor* x, const w
 wb_status wb_quantize_activated(const wb_quant_config* config, const wb_activated_rows* x, const wb_tensor* offsets, const wb_quantized* out,
                                 const wb_stream* stream) noexcept {
   return guarded([&] {
-    const wb_activated_rows given = read_struct(x, "x");
+    const wb_activated_rows given = read_struct(x, "x", default_activated_rows());
     ActivatedRows rows;
     rows.activation = {checked_enum(given.activation, Activation::kReluSquared, "activation"), given.activation_limit, given.activation_alpha};
     rows.h = to_view(&given.h, "h", Memory::kAny), rows.weight = to_view(given.weight, "weight", Memory::kAny);

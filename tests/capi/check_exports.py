@@ -14,7 +14,7 @@ def exported(nm, library, demangle):
 
 def declared(folder):
     names = set()
-    for header in ("waybill.h", "waybill_distributed.h", "waybill_device.h"):
+    for header in ("waybill.h", "waybill_quantize.h", "waybill_distributed.h", "waybill_device.h"):
         text = (pathlib.Path(folder) / header).read_text(encoding="utf-8")
         names |= set(re.findall(r"WB_API[^;]*?\b(wb_\w+)\(", text))
     return names

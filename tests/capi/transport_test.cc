@@ -91,14 +91,28 @@ TEST(CApiQuantize, AnActivationIsQuantisedFromItsInputs) {
   std::uint8_t codes[2] = {};
   wb_quantized out = sized<wb_quantized>();
   out.codes = tensor(codes, WB_F8E4M3, {2, 1}), out.scales = tensor(scales, WB_F32, {2, 1});
-  wb_activated_rows x = sized<wb_activated_rows>();
+  wb_activated_rows x;
+  ASSERT_WB_OK(wb_activated_rows_init(&x, sizeof(x)));
+  EXPECT_EQ(x.struct_size, sizeof(x));
+  EXPECT_EQ(x.activation, WB_SWIGLU);
+  EXPECT_EQ(x.activation_limit, 7.0f);
+  EXPECT_EQ(x.activation_alpha, 1.702f);
+  EXPECT_EQ(x.weight.rank, 0);
   x.h = tensor(h, WB_F32, {2, 2}), x.weight = tensor(weight, WB_F32, {2});
   ASSERT_WB_OK(wb_quantize_activated(&config, &x, nullptr, &out, nullptr));
   EXPECT_EQ(codes[0], 0);
   EXPECT_EQ(scales[1], 2.0f);
   EXPECT_EQ(codes[1], 0x78);  // 256: 250 lies between 240 and 256
+  // Gate clamped to 7, up 2 + 1: 7 * 3 / 4, nearly; and nothing of a gate of -1000.
+  x.activation = WB_CLAMPED_SWIGLU;
+  h[0] = -1000;
+  ASSERT_WB_OK(wb_quantize_activated(&config, &x, nullptr, &out, nullptr));
+  EXPECT_EQ(codes[0] & 0x7f, 0);
+  EXPECT_EQ(scales[1], 0.015625f);
+  EXPECT_EQ(codes[1], 0x7a);  // 320: 336 lies half way to 352, and the value below it
   x.activation = 3;
   EXPECT_EQ(wb_quantize_activated(&config, &x, nullptr, &out, nullptr), WB_INVALID_ARGUMENT);
+  EXPECT_EQ(wb_activated_rows_init(&x, sizeof(x) + 8), WB_INVALID_ARGUMENT);
 }
 
 TEST(CApiCore, StructSizesByName) {

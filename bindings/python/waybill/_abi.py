@@ -7,6 +7,7 @@ Every struct here is compared with `wb_struct_size` of the library when it is lo
 from __future__ import annotations
 
 import ctypes as c
+from typing import Any
 
 ABI_VERSION = 1
 VERSION = "0.1.0"
@@ -172,6 +173,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "wb_grouped_gemm_wgrad": (i32, [c.POINTER(GroupedGemmArgs), c.POINTER(Stream)]),
     "wb_quant_config_init": (i32, [c.POINTER(QuantConfig), u64]),
     "wb_quantize": (i32, [c.POINTER(QuantConfig), _tensor, _tensor, c.POINTER(Quantized), c.POINTER(Stream)]),
+    "wb_activated_rows_init": (i32, [c.POINTER(ActivatedRows), u64]),
     "wb_quantize_activated": (i32, [c.POINTER(QuantConfig), c.POINTER(ActivatedRows), _tensor, c.POINTER(Quantized), c.POINTER(Stream)]),
     "wb_dequantize": (i32, [c.POINTER(QuantConfig), c.POINTER(Quantized), _tensor, _tensor, c.POINTER(Stream)]),
     "wb_group_create": (i32, [i32, i64, i32, _out]),
@@ -226,7 +228,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
 }  # fmt: skip
 
 
-def sized(struct: type) -> object:
+def sized(struct: type[Any]) -> Any:
     """A zeroed struct with its size set."""
     value = struct()
     value.struct_size = c.sizeof(struct)

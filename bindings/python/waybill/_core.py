@@ -125,14 +125,19 @@ def quantize(config: _abi.QuantConfig, x: View, codes: View, scales: View, offse
     check(library().wb_quantize(c.byref(config), _ref(x), _ref(offsets), c.byref(out), _stream_ref(stream)))
 
 
-def quantize_activated(config: _abi.QuantConfig, h: View, codes: View, scales: View, *, activation: int = 0, limit: float = 7.0, alpha: float = 1.702,
-                       weight: View | None = None, da: View | None = None, d_weight: View | None = None, partial_sums: View | None = None,
-                       wide: View | None = None, offsets: View | None = None, group_scales: View | None = None,
+def quantize_activated(config: _abi.QuantConfig, h: View, codes: View, scales: View, *, activation: int = 0, limit: float | None = None,
+                       alpha: float | None = None, weight: View | None = None, da: View | None = None, d_weight: View | None = None,
+                       partial_sums: View | None = None, wide: View | None = None, offsets: View | None = None, group_scales: View | None = None,
                        stream: _abi.Stream | None = None) -> None:  # fmt: skip
-    """Codes of weight * act(h) or, where da is given, of the gradient of h (waybill/quantize_activated.h). activation: 0 SwiGLU, 1 clamped, 2 ReLU^2."""
-    x = _abi.ActivatedRows(struct_size=c.sizeof(_abi.ActivatedRows), activation=activation, activation_limit=limit, activation_alpha=alpha, h=h.struct,
-                           weight=_struct(weight), da=_struct(da), d_weight=_struct(d_weight), partial_sums=_struct(partial_sums),
-                           wide=_struct(wide))  # fmt: skip
+    """Codes of weight * act(h) or, where da is given, of the gradient of h (waybill/quantize_activated.h). activation: 0 SwiGLU, 1 clamped, 2 ReLU^2.
+
+    limit, alpha: of clamped SwiGLU, None = the library's."""
+    x = _abi.ActivatedRows()
+    check(library().wb_activated_rows_init(c.byref(x), c.sizeof(x)))
+    x.activation, x.h, x.weight, x.da, x.d_weight = activation, h.struct, _struct(weight), _struct(da), _struct(d_weight)
+    x.partial_sums, x.wide = _struct(partial_sums), _struct(wide)
+    x.activation_limit = x.activation_limit if limit is None else limit
+    x.activation_alpha = x.activation_alpha if alpha is None else alpha
     out = _abi.Quantized(struct_size=c.sizeof(_abi.Quantized), codes=codes.struct, scales=scales.struct, group_scales=_struct(group_scales))
     check(library().wb_quantize_activated(c.byref(config), c.byref(x), _ref(offsets), c.byref(out), _stream_ref(stream)))
 
@@ -216,7 +221,7 @@ class Exchange(Handle):
     def bytes_sent(self) -> dict[str, int]:
         sent = _abi.ExchangeBytes(struct_size=c.sizeof(_abi.ExchangeBytes))
         check(library().wb_exchange_get_bytes(self.handle, c.byref(sent)))
-        return {name: getattr(sent, name) for name, _ in _abi.ExchangeBytes._fields_[1:]}
+        return {name: getattr(sent, name) for name, *_ in _abi.ExchangeBytes._fields_[1:]}
 
     def status(self) -> _abi.StepStatus:
         status = _abi.StepStatus(struct_size=c.sizeof(_abi.StepStatus))
@@ -256,19 +261,28 @@ def _compare_configs(struct: _abi.MoeConfig, ep: Fabric) -> None:
     c.memmove(c.byref(everyone, ep.rank * words * 8), c.byref(struct), c.sizeof(struct))
     # A sum with zeros from everybody else is a gather.
     check(library().wb_fabric_all_reduce_i64(ep.handle, everyone, len(everyone)))
-    first = _flat(_abi.MoeConfig.from_buffer_copy(bytes(everyone)[: c.sizeof(struct)]))
-    for rank in range(1, ep.size):
-        begin = rank * c.sizeof(struct)
-        other = _flat(_abi.MoeConfig.from_buffer_copy(bytes(everyone)[begin : begin + c.sizeof(struct)]))
+    size = c.sizeof(struct)
+    name_difference(_abi.MoeConfig, [bytes(everyone)[rank * size : (rank + 1) * size] for rank in range(ep.size)])
+
+
+def name_difference(kind: type[Any], everyone: list[bytes]) -> None:
+    """ValueError with setting and values where the config structs of all ranks, as bytes, are not one. kind: _abi.MoeConfig or ExchangeConfig."""
+    what = "MoE" if kind is _abi.MoeConfig else "exchange"
+    for rank, given in enumerate(everyone):
+        if len(given) != c.sizeof(kind):
+            raise ValueError(f"rank {rank} has another version of Waybill: its {what} config has {len(given)} bytes, here {c.sizeof(kind)}")
+    first = _flat(kind.from_buffer_copy(everyone[0]))
+    for rank, given in enumerate(everyone):
+        other = _flat(kind.from_buffer_copy(given))
         for name, value in first.items():
             if other[name] != value:
-                raise ValueError(f"MoE configs differ between ranks: rank 0 has {name} = {value}, rank {rank} has {other[name]}")
+                raise ValueError(f"{what} configs differ between ranks: rank 0 has {name} = {value}, rank {rank} has {other[name]}")
 
 
-def _flat(struct: _abi.MoeConfig) -> dict[str, float]:
-    values = {name: getattr(struct, name) for name, _ in struct._fields_}
-    router = values.pop("router")
-    return values | {f"router.{name}": getattr(router, name) for name, _ in router._fields_}
+def _flat(struct: Any) -> dict[str, float]:
+    values = {name: getattr(struct, name) for name, *_ in struct._fields_}
+    router = values.pop("router", None)
+    return values | ({} if router is None else {f"router.{name}": getattr(router, name) for name, *_ in router._fields_})
 
 
 class MoeLayer(Handle):

@@ -57,7 +57,9 @@ def loss_indices(config: MoeConfig) -> tuple[int, ...]:
 def check_environment() -> None:
     """Kernels that are loaded at their first launch wait for the device, and with it for a peer that waits for this launch."""
     if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
-        raise RuntimeError("a group of processes on GPUs needs the environment variable CUDA_MODULE_LOADING=EAGER before CUDA starts; set it where the processes start")
+        raise RuntimeError(
+            "a group of processes on GPUs needs the environment variable CUDA_MODULE_LOADING=EAGER before CUDA starts; set it where the processes start"
+        )
     found = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     if found is not None and found.submodule_search_locations:  # the one that the frameworks load
         library = os.path.join(next(iter(found.submodule_search_locations)), "lib", "libnccl.so.2")

@@ -98,12 +98,13 @@ def _view_buffer(array: Any, name: str, dtypes: Sequence[str], shape: Sequence[i
     dtype = _FORMATS.get(memory.format)
     if dtype is None or _abi.DTYPE_NAMES[dtype] not in dtypes:
         raise ValueError(f"{name} is {_abi.DTYPE_NAMES[dtype] if dtype is not None else repr(memory.format)}, allowed are {', '.join(dtypes)}")
-    check_shape(memory.shape, name, shape)
+    sizes = memory.shape or ()
+    check_shape(sizes, name, shape)
     if not memory.c_contiguous:
-        raise ValueError(f"{name} {describe_shape(memory.shape)} is not contiguous; make a contiguous copy first")
+        raise ValueError(f"{name} {describe_shape(sizes)} is not contiguous; make a contiguous copy first")
     if memory.readonly:
         raise ValueError(f"{name} is read-only; give a writable buffer")
-    return make(c.addressof(c.c_char.from_buffer(memory)) if memory.nbytes else 0, dtype, memory.shape, memory)
+    return make(c.addressof(c.c_char.from_buffer(memory)) if memory.nbytes else 0, dtype, sizes, memory)
 
 
 def check_shape(sizes: Sequence[int], name: str, shape: Sequence[int | str | None]) -> None:

@@ -57,7 +57,7 @@ class Group:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             library().wb_group_destroy(self._handle)
-            self._handle = None
+            self._handle = c.c_void_p()
 
     def fabric(self, rank: int) -> Fabric:
         handle = c.c_void_p()

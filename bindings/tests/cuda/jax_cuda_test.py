@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JAX ops on a GPU against the same ops on the CPU, which jax/ops_test.py holds against plain JAX. Programs run as command buffers, repeats are bit-equal."""
+"""The JAX ops on a GPU against the same ops on the CPU, which jax/ops_test.py holds against plain JAX. Programs run as command buffers, repeats bit-equal."""
 
 import ctypes
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jax_ep_worker.py PROCESS PROCESSES PORT: moe_block over an axis of one process a GPU against the block with all experts on this GPU. Prints "process N: passed".
+"""jax_ep_worker.py PROCESS PROCESSES PORT: moe_block over an axis of one process a GPU against the block with all experts on this GPU.
+
+Prints "process N: passed".
 
 With PLAY_NODES=1 every process is a node of its own, as NCCL sees it, and all take GPU 0: rows go over sockets."""
 
+import dataclasses
 import os
 import sys
 
@@ -59,6 +62,19 @@ def routes(mesh, put):
         assert int(valid.addressable_shards[0].data[0]) == 1
 
 
+def differing(mesh, params, x):
+    """Configs that differ between the processes are named on each of them, when the program is traced."""
+    other = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, z_coefficient=0.01 * (1 + index)))
+    block = jax.shard_map(lambda params, x: wbj.moe_block(x, params, other, axis_name="expert")[0], mesh=mesh,
+                          in_specs=(wbj.param_specs(CONFIG, "expert"), Spec("expert")), out_specs=Spec("expert"))  # fmt: skip
+    try:
+        jax.jit(block).lower(params, x)
+    except ValueError as error:
+        assert "MoE configs differ between ranks: rank 0 has router.z_coefficient = 0.0" in str(error) and "rank 1 has" in str(error), error
+    else:
+        raise AssertionError("differing configs were accepted")
+
+
 def main():
     mesh = jax.make_mesh((P,), ("expert",))
     assert [device.process_index for device in mesh.devices] == list(range(P))
@@ -110,6 +126,7 @@ def main():
         error = relative(gradient.addressable_shards[0].data, wanted)
         assert error < 1e-2, (name, error)
     routes(mesh, put)
+    differing(mesh, params_d, x_d)
     print(f"process {index}: passed", flush=True)
     os._exit(0)
 

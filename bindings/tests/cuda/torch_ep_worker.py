@@ -119,7 +119,7 @@ def routes(ep):
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(ep.size * T)]).to(torch.int16).cuda()
     x = torch.randint(-15, 16, (ep.size * T, 64), device="cuda").float()
     mine, L = slice(ep.rank * T, (ep.rank + 1) * T), E // ep.size
-    exchange = wbt.Exchange(ep, H=64, E=E, K=K)
+    exchange = wbt.Exchange(ep, H=64, E=E, K=K, hierarchy=CONFIG.hierarchy)
     for _ in range(3):
         leaf, ones = x[mine].clone().requires_grad_(), torch.ones(T, K, device="cuda")
         slots = exchange.dispatch_slots(leaf, ids[mine], ones)
@@ -138,8 +138,7 @@ def main():
         print(f"rank {ep.rank}: {name} agrees", flush=True)
     replay(block, ep)
     overflow(ep)
-    if not PLAY_NODES:  # the exchange by itself has not run between nodes
-        routes(ep)
+    routes(ep)
     differing(ep)
     torch.cuda.synchronize()
     dist.barrier()

@@ -71,6 +71,22 @@ def test_the_jax_script_trains_on_two_processes(tmp_path):
     assert run_all(commands, tmp_path) == [f"process {process}: learns True, 2 devices" for process in range(2)]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_measuring_script_says_step_time_rates_and_the_times_of_the_parts(devices, tmp_path):
+    pytest.importorskip("jax", reason="jax is not installed")
+    (tmp_path / "measure.py").write_text(scripts_of("distributed.md")["measure.py"], encoding="utf-8")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    run = subprocess.run([sys.executable, "measure.py"], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, step, matmul, parts = run.stdout.splitlines()
+    assert first == f"{devices} devices, T = 64, H = 32, F = 64, E = 8, K = 2"
+    ms, rate, mfu = map(float, re.fullmatch(r"step (\S+) ms, (\S+) TFLOP/s a device, MFU (\S+)", step).groups())
+    assert ms > 0 and abs(rate / (18 * 64 * 2 * 32 * 64 / ms * 1e-9) - 1) < 1e-2 and mfu == rate
+    assert float(re.fullmatch(r"grouped matmul (\S+) ms, \S+ TFLOP/s a device", matmul)[1]) > 0
+    *times, slots = re.fullmatch(r"dispatch (\S+) ms, combine (\S+) ms, (\d+) slots in use", parts).groups()
+    assert min(map(float, times)) > 0 and int(slots) == devices * 64 * 2
+
+
 def test_the_containerfile_has_the_packages_of_the_build():
     """No container engine runs here: instructions, packages and paths are held against the repository."""
     text = (HOWTO / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")

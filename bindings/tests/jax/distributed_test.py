@@ -36,6 +36,13 @@ def test_processes_compute_what_one_process_computes(scenario, processes, device
         assert result.get("equal", True), result  # the same bits at every repetition
 
 
+def test_processes_compare_what_they_make_before_they_wait_for_each_other():
+    for process, result in enumerate(run("given", 2, 1)):
+        assert result["values"] == ["000000", "010101"]
+        makes = ["layer", "exchange"]
+        assert f"process {process} makes a {makes[process]} where process {1 - process} makes a {makes[1 - process]}" in result["error"], result
+
+
 def test_mixed_configs_are_named_on_every_process():
     for result in run("mixed", 2, 1):
         assert "z_coefficient" in result["error"] and "rank 0" in result["error"], result

@@ -128,7 +128,20 @@ def mixed():
     refused(dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, z_coefficient=0.01 * (1 + process))))
 
 
-SCENARIOS = {"block": block, "ops": lambda: ops(False), "pairs": lambda: ops(True), "mixed": mixed}
+def given():
+    """What the processes compare before they make a group on GPUs."""
+    from waybill.jax import _mesh
+
+    values = _mesh.gather(1, "layer", bytes([process]) * 3)
+    try:
+        _mesh.gather(2, ["layer", "exchange"][process], b"x")
+        error = "none"
+    except RuntimeError as refusal:
+        error = str(refusal)
+    tell(values=[value.hex() for value in values], error=error)
+
+
+SCENARIOS = {"block": block, "ops": lambda: ops(False), "pairs": lambda: ops(True), "mixed": mixed, "given": given}
 SCENARIOS[scenario]()
 sys.stdout.flush()
 os._exit(0)  # without jax.distributed's shutdown barrier, which waits long after a failed program

@@ -180,7 +180,7 @@ def test_refusals_name_what_is_wrong():
         wbj.router(jnp.zeros((2, 5)), config)
     with pytest.raises(ValueError, match="axis 'ep' is not bound; call this inside jax.shard_map"):
         wbj.router(jnp.zeros((2, 4)), config, axis_name="ep")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="K is 9|K = 9"):
+    with pytest.raises(ValueError, match="K is 9|K = 9"):
         wbj.router(jnp.zeros((2, 4)), wbj.RouterConfig(E=4, K=9))
     with pytest.raises(ValueError, match=r"weights has shape \[2, 5, 3\], needed is \[L, 4, N\]"):
         wbj.ragged_dot(jnp.zeros((2, 4)), jnp.zeros((2, 5, 3)), jnp.zeros(2, jnp.int32))

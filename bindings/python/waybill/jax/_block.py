@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -142,6 +143,9 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
     needs is an array of XLA's (checkpoint_name waybill.jax.SAVED; saved_steps has no meaning). Gradients come in the dtype of the parameter, those of
     float32 ones unrounded. axis_name: one process a GPU, the axis in the order of the processes. platform "cpu" or "cuda": needed where a program is
     traced for another backend than JAX's default.
+
+    ValueError where it is traced: wrong shapes, types, names and settings, a mesh axis that is missing or does not divide E. NotImplementedError: settings that
+    the layer on GPUs lacks, arrays on a GPU with a library without CUDA. RuntimeError (XLA's) when it runs: configs that differ between processes, a lost peer.
     """
     place = _device_block.platform(x, platform)
     on_gpu = place == "cuda"
@@ -161,6 +165,7 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
         given, rows = _ffi.varying((given, x.reshape(-1, config.H)), axis_name)
         out, results = _device_block.block(rows, given, padding_mask, seed, setup_gpu)
         return out.reshape(x.shape), MoeOutput(*results)
+    _ffi.check_block(config, math.prod(x.shape[:-1]))
     wide = {name: params[name].astype(jnp.float32) for name in params}
     setup = _Setup(config, axis_name, P, saved_steps, training)
     seed = jnp.asarray(rounding_seed, jnp.uint32)

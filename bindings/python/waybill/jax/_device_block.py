@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE block on GPUs as one custom VJP. What a forward leaves for its backward is an array of XLA's, so that scan, remat, offload and command buffers hold."""
+"""The MoE block on GPUs as one custom VJP. What a forward leaves for its backward is an array of XLA's: scan, remat, offload and command buffers hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import _abi, _device
+from .. import _abi, _core, _device
 from .._library import check
 from ..config import MoeConfig
 from . import _ffi, _mesh
@@ -65,6 +65,8 @@ def ensure(make: str, struct: Any, axis_name: str | None, P: int, index: int = 0
         _device.check_environment()
         _number_of_groups += 1
         peers = _mesh.device_peers(_number_of_groups)
+        # What differs is named on every process, before any of them waits for another inside the library.
+        _core.name_difference(type(struct), _mesh.gather(_number_of_groups, make.removeprefix("wbx_make_device_"), bytes(struct)))
         port = peers.publish(_device.free_port() if peers.rank == 0 else 0)
         group = _abi.ProcessGroup(struct_size=c.sizeof(_abi.ProcessGroup), rank=peers.rank, size=P, device=devices[0].local_hardware_id, port=port,
                                   address=peers.address.encode())  # fmt: skip

@@ -78,6 +78,19 @@ def device_peers(number: int) -> _device.Peers:
     return _device.Peers(jax.process_index(), jax.process_count(), state.coordinator_address.rpartition(":")[0].strip("[]"), publish)
 
 
+def gather(number: int, what: str, data: bytes) -> list[bytes]:
+    """`data` of every process in their order, for the `number`-th group on GPUs. RuntimeError where a process makes another `what`."""
+    from jax._src import distributed
+
+    client, me, key = distributed.global_state.client, jax.process_index(), f"waybill/given/{number}"
+    client.key_value_set(f"{key}/{me}", f"{what} {data.hex()}")
+    given = [_get(client, f"{key}/{index}", index).split(" ") for index in range(jax.process_count())]
+    for index, (name, _) in enumerate(given):
+        if name != what:
+            raise RuntimeError(f"waybill.jax: process {me} makes a {what} where process {index} makes a {name}; all must trace the same calls in one order")
+    return [bytes.fromhex(text) for _, text in given]
+
+
 def _get(client: object, key: str, process: int) -> str:
     try:
         return client.blocking_key_value_get(key, TIMEOUT_S * 1000)  # type: ignore[attr-defined]

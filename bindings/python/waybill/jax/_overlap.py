@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch and combine as pairs: start sends on a thread (CPU) or stream (GPU) of its own and returns, done waits. What the program does in between overlaps."""
+"""dispatch and combine as pairs: start sends on a thread (CPU) or stream (GPU) of its own and returns, done waits. What a program does in between overlaps."""
 
 from __future__ import annotations
 

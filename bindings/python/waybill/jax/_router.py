@@ -65,8 +65,9 @@ def router(logits: jax.Array, config: RouterConfig, *, bias: jax.Array | None = 
 
     logits [T, E] float32, bfloat16 or float16. bias [E] float32: moves the choice, never the weights; no gradient. padding_mask [T] bool,
     True = padding: ids -1, weights 0, gradient 0. axis_name: mesh axis (inside shard_map) over which the losses' counts are summed.
-    Works under jit, grad, vmap (one call a batch element) and remat.
+    Works under jit, grad, vmap (one call a batch element) and remat. ValueError where it is traced: wrong shapes and types, and configs that no router takes.
     """
+    _ffi.check_router(config)
     _ffi.check(logits, "logits", [jnp.float32, jnp.bfloat16, jnp.float16], ["T", config.E], on_gpu=True)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     if bias.size:

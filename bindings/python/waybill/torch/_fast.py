@@ -22,7 +22,7 @@ _NAME = b"waybill.plan"
 class Plan(c.Structure):
     """As in bindings/torch/block_calls.cc."""
 
-    _fields_ = [("struct_size", c.c_uint64), ("exchange", c.c_void_p), ("forward", c.c_void_p), ("backward", c.c_void_p), ("layer", c.c_void_p),
+    _fields_ = [("exchange", c.c_void_p), ("forward", c.c_void_p), ("backward", c.c_void_p), ("layer", c.c_void_p),
                 ("empty_like", c.py_object), ("room", c.py_object), ("device_type", c.c_int32), ("device_id", c.c_int32), ("num_parameters", c.c_int32),
                 ("x_rank", c.c_int32), ("fields", c.c_int32 * 10), ("trained", c.c_int32 * 10), ("x_shape", c.c_int64 * 8),
                 ("parameters", _abi.MoeTensors), ("gradients", _abi.MoeTensors), ("x", _abi.Tensor), ("d_out", _abi.Tensor), ("dx", _abi.Tensor),
@@ -89,7 +89,7 @@ def bind(layer: Any, forward: Any, backward: Any, names: tuple[str, ...], parame
     if found is None or len(x_shape) > 8:
         return None
     lib, exchange = found
-    plan = Plan(struct_size=c.sizeof(Plan), exchange=exchange, forward=c.cast(forward, c.c_void_p).value, backward=c.cast(backward, c.c_void_p).value,
+    plan = Plan(exchange=exchange, forward=c.cast(forward, c.c_void_p).value, backward=c.cast(backward, c.c_void_p).value,
                 layer=layer.core.handle.value, empty_like=torch.empty_like, room=layer.bytes, device_type=2 if layer.device >= 0 else 1,
                 device_id=max(layer.device, 0), num_parameters=len(names), x_rank=len(x_shape), parameters=parameters, gradients=gradients, x=rows[0],
                 d_out=rows[2], dx=rows[3], saved=saved, training=trained, evaluation=evaluated, options=options[0], evaluation_options=options[1],

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def _(codes, scales, dtype):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-def _choice(value: str, allowed: dict[str, object], name: str) -> None:
+def _choice(value: str, allowed: Mapping[str, object], name: str) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}, allowed are {', '.join(allowed)}")
 

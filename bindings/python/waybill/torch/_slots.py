@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch straight to expert slots, and combine from them: on CPU tensors the steps of _exchange.py, on CUDA tensors one custom op each, with a fixed budget."""
+"""Dispatch straight to expert slots, and combine from them: on CPU tensors the steps of _exchange.py, on CUDA tensors one custom op each, of a fixed budget."""
 
 from __future__ import annotations
 

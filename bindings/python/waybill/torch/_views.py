@@ -81,6 +81,8 @@ class _Cell(bytearray):
     """Memory of a token tensor; owns what the token stands for, so that it lives exactly as long as the tensor's storage."""
 
     __slots__ = ("__weakref__", "give_back", "value")
+    value: Any
+    give_back: Any
 
     def __del__(self) -> None:
         if getattr(self, "give_back", None) is not None and self.value is not None:
