@@ -32,7 +32,7 @@ PUBLIC = {
     "train": "checkpoint data metrics train_config trainer",
     "balance": "balance workload",
     "sim": "simulate",
-    "capi": "waybill waybill_device waybill_distributed",
+    "capi": "waybill waybill_device waybill_distributed waybill_quantize",
 }
 FOLDER_OF_HEADER = {header: folder for folder, headers in PUBLIC.items() for header in headers.split()}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
