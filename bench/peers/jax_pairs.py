@@ -3,7 +3,7 @@
 """How much of a dispatch or combine a start/done pair hides behind independent work, in JAX on a GPU.
 
   python3 bench/peers/jax_pairs.py [--shape T,H,E,K] [--work N] [--repeat R] [--calls C] [--rounds N] [--limit S] [--trace FOLDER] [--json FILE]
-      [--nodes PROCESS,PROCESSES,PORT]
+      [--nodes PROCESS,PROCESSES,PORT] [--free]
 
 Four programs on the same operands: "work" (R bf16 matmuls in a row, [T, H] x [H, N] and back), "whole" (dispatch or combine), "in order" (the whole call, then
 the work), "pair" (start, the work, done; held in this order by optimization barriers). Their results are compared to the bit first. One call and 1 + C calls
@@ -12,6 +12,7 @@ are timed on an idle device, a C-th of the difference, median of the rounds behi
 --trace: one run of "pair" under jax.profiler; kernels of each stream and how long ours ran beside the work's.
 --nodes: this process is one of several that share GPU 0 and are nodes of their own to NCCL; rows travel over sockets, at about 1 GB/s, so the defaults are
 smaller there. Start all of them.
+--free: without the barriers in "pair": XLA's scheduler decides what runs between start and done.
 --limit: after so many seconds the stacks of all threads are written and the process ends.
 """
 
@@ -39,6 +40,8 @@ def programs(jax, wbj, args, place):
 
     def tie(pending, value):
         """value, computed behind the start of pending; pending, used behind nothing more."""
+        if args.free:
+            return pending, value
         value, handle = barrier((value, pending.handle))
         return dataclasses.replace(pending, handle=handle), value
 
@@ -107,6 +110,7 @@ def main():
     parser.add_argument("--calls", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--limit", type=float)
+    parser.add_argument("--free", action="store_true")
     parser.add_argument("--trace")
     parser.add_argument("--json")
     parser.add_argument("--nodes", type=lambda text: tuple(map(int, text.split(","))))

@@ -4,7 +4,7 @@
 
   python3 bench/peers/torch_host.py [--cores 4,1,0] [--rounds 3] [--graphed] [--json FILE]
 
-Medians of 1,000 calls a round, all kinds of calls taking turns; the device is waited for after every 10 turns.
+Medians of 1,000 (--calls) calls a round, all kinds of calls taking turns; the device is waited for after every 10 turns.
   builtin, ctypes  torch.autograd.grad(block(x), (x, *parameters), d_out), with the functions of libwaybill_torch.so and with the pointers set by ctypes
   graphed          (--graphed) the same through torch.cuda.make_graphed_callables: a graph each way, x and d_out copied into it
   library          of a call of the first two, the time inside the C functions (kernels are queued there)
@@ -12,9 +12,10 @@ Medians of 1,000 calls a round, all kinds of calls taking turns; the device is w
   same node        one that saves and returns as many tensors as the block does and allocates them, and does nothing else
   waiting node     the same node, which keeps its core busy each way as long as the library did in the calls of "builtin" just before, without Python's lock;
                    that time is subtracted
+  bare node        the same node with the library's two calls in it, their arguments made once and for all; the time in them is subtracted
   allocations      the six allocations alone
-added = call - library - empty node. Of that, "waiting node - empty node" is PyTorch's own (its thread of the backward wakes up on a core that slept as long as
-the library worked on the other, and the other way round), the rest is the binding's.
+added = call - library - empty node. Of that, "bare node - empty node" is what any binding pays that saves and allocates those tensors around those calls (code
+of PyTorch's that finds its caches full of the driver's, a thread that wakes up late), the rest is this binding's.
 "in this thread": the same with torch.autograd.set_multithreading_enabled(False), where backward runs in the calling thread.
 
 --cores: the process stays on so many of the cores on which a loop runs fastest at the start (0: on all), one run for each number, in processes of their own.
@@ -34,7 +35,7 @@ import timed_library
 PARAMETERS = ((2, 8), (2, 16, 8), (2, 8, 8))
 
 
-def nodes(torch, timed, waits):
+def nodes(torch, timed, waits, fixed):
     from torch_moe import Nothing
 
     class Same(torch.autograd.Function):
@@ -62,7 +63,27 @@ def nodes(torch, timed, waits):
             timed.spin(waits[1])
             return gradients
 
-    return Nothing, Same, Waiting
+    class Bare(Same):
+        @staticmethod
+        def forward(ctx, x, room, *parameters):
+            out = Same.forward(ctx, x, room, *parameters)
+            fixed[0]()
+            return out
+
+        @staticmethod
+        def backward(ctx, d_out):
+            gradients = Same.backward(ctx, d_out)
+            fixed[1]()
+            return gradients
+
+    return Nothing, Same, Waiting, Bare
+
+
+def fixed_calls(calls, x, parameters, d_out):
+    """The library's two calls with arguments that stay: of the ctypes form, whose structs keep the pointers of its last call."""
+    kept = [calls.train(x, *parameters)]
+    kept.append(calls.gradients((x, kept[0][1], *parameters), d_out))
+    return lambda: calls._forward(*calls._train), lambda: calls._backward(*calls._both, calls._no_factors, calls._back_stream), kept
 
 
 def make_calls(torch, timed, waits, with_graphed):
@@ -75,23 +96,25 @@ def make_calls(torch, timed, waits, with_graphed):
     _plain.library = timed.functions
     grad, wanted, blocks = torch.autograd.grad, (x, *parameters), {}
     forms = ["builtin", "ctypes"] if _fast.available() else ["ctypes"]
-    for form in forms:
+    for form in [*forms, "fixed"]:
         if form == "ctypes":
             _fast._load = lambda: None
         block = blocks[form] = wbt.MoE(wbt.MoeConfig(H=8, F=8, router=wbt.RouterConfig(E=2, K=1), recipe="bf16"))
         block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
         block(x)
         room = block._cuda_calls[x.shape].bytes
+    fixed = fixed_calls(blocks.pop("fixed")._cuda_calls[x.shape], x, parameters, d_out)  # structs that no other call touches
     if with_graphed:
         block = wbt.MoE(block.config)
         block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = parameters
         block(x)
         blocks["graphed"] = torch.cuda.make_graphed_callables(block, (torch.randn_like(x).requires_grad_(),))
-    Nothing, Same, Waiting = nodes(torch, timed, waits)
+    Nothing, Same, Waiting, Bare = nodes(torch, timed, waits, fixed)
     calls = {form: lambda block=block: grad(block(x), wanted, d_out) for form, block in blocks.items()} | {
         "empty node": lambda: grad(Nothing.apply(x, *parameters), x, d_out),
         "same node": lambda: grad(Same.apply(x, room, *parameters), wanted, d_out),
         "waiting node": lambda: grad(Waiting.apply(x, room, *parameters), wanted, d_out),
+        "bare node": lambda: grad(Bare.apply(x, room, *parameters), wanted, d_out),
         "allocations": lambda: [torch.empty_like(t) for t in (x, room, *wanted)],
     }
     step = calls[forms[0]]
@@ -107,7 +130,7 @@ def make_calls(torch, timed, waits, with_graphed):
     return calls, forms, graph
 
 
-def measure(torch, calls, forms, timed, waits, count=1000):
+def measure(torch, calls, forms, timed, waits, count):
     times = {name: [] for name in calls}
     inside, without = ({form: [] for form in forms} for _ in range(2))
     for number in range(count + 100):
@@ -120,10 +143,11 @@ def measure(torch, calls, forms, timed, waits, count=1000):
                 waits[:] = timed.step
             if number < 100:
                 continue
-            times[name].append(spent - sum(waits) * 1e-9 if name == "waiting node" else spent)
+            library = (timed.nanoseconds - before) * 1e-9
+            times[name].append(spent - {"waiting node": sum(waits) * 1e-9, "bare node": library}.get(name, 0))
             if name in forms:
-                inside[name].append((timed.nanoseconds - before) * 1e-9)
-                without[name].append(spent - inside[name][-1])
+                inside[name].append(library)
+                without[name].append(spent - library)
         if number % 10 == 9:
             torch.cuda.synchronize()
     median = lambda values: statistics.median(values) * 1e6  # noqa: E731
@@ -131,11 +155,11 @@ def measure(torch, calls, forms, timed, waits, count=1000):
     for form in forms:
         left = median(without[form])
         result[f"{form}: library"] = median(inside[form])
-        result |= {f"{form}: added": left - result["empty node"], f"{form}: the binding's": left - result["waiting node"]}
+        result |= {f"{form}: added": left - result["empty node"], f"{form}: the binding's": left - result["bare node"]}
     return result
 
 
-def run(number_of_cores, rounds, with_graphed):
+def run(number_of_cores, rounds, count, with_graphed):
     chosen, best, worst = cores.take_quiet(number_of_cores)
     timed, waits = timed_library.Timed(), [0, 0]
     import torch
@@ -148,7 +172,7 @@ def run(number_of_cores, rounds, with_graphed):
     for _ in range(rounds):
         for where in ("", "in this thread"):
             with torch.autograd.set_multithreading_enabled(not where):
-                result = measure(torch, calls, forms, timed, waits)
+                result = measure(torch, calls, forms, timed, waits, count)
             record["rounds"].append({"where": where, **result})
             print("| " + " | ".join([where or "default", *(f"{name} {us:.1f}" for name, us in result.items())]) + " |", flush=True)
     replays = []
@@ -166,16 +190,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=lambda text: [int(part) for part in text.split(",")], default=[4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--graphed", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     if len(args.cores) == 1:
-        records = [run(args.cores[0], args.rounds, args.graphed)]
+        records = [run(args.cores[0], args.rounds, args.calls, args.graphed)]
     else:
         records = []
         for number in args.cores:
             with tempfile.NamedTemporaryFile() as file:
-                subprocess.run([sys.executable, __file__, "--cores", str(number), "--rounds", str(args.rounds), "--json", file.name,
+                subprocess.run([sys.executable, __file__, "--cores", str(number), "--rounds", str(args.rounds), "--calls", str(args.calls), "--json", file.name,
                                 *["--graphed"] * args.graphed], check=True)  # fmt: skip
                 records += json.load(file)
     if args.json:

@@ -23,6 +23,10 @@ class Routes(NamedTuple):
     losses: jax.Array
 
 
+def _has_losses(config: RouterConfig) -> bool:
+    return bool(config.aux_coefficient or config.sequence_coefficient or config.z_coefficient)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _router(logits: jax.Array, bias: jax.Array, mask: jax.Array, config: RouterConfig, axis_name: str | None) -> Routes:
     return _forward(logits, bias, mask, config, axis_name)[0]
@@ -41,7 +45,7 @@ def _forward(logits: jax.Array, bias: jax.Array, mask: jax.Array, config: Router
             counts, tokens = jax.lax.psum((counts, tokens), axis_name)
         share = jnp.where(tokens > 0, T / jnp.maximum(tokens, 1), 0)  # the ops average over T rows
         share = jnp.stack([share * share, jnp.ones_like(share), share])
-    if config.aux_coefficient or config.sequence_coefficient or config.z_coefficient:
+    if _has_losses(config):
         losses = _ffi.call("router_losses", _ffi.shape((3,)), logits, bias, mask, ids, weights, counts, share, config=settings)
     else:
         losses = jnp.zeros(3, jnp.float32)
@@ -50,7 +54,10 @@ def _forward(logits: jax.Array, bias: jax.Array, mask: jax.Array, config: Router
 
 def _backward(config: RouterConfig, axis_name: str | None, saved: Any, cotangents: Routes) -> tuple[Any, ...]:
     logits, bias, mask, ids, weights, counts, share = saved
-    loss_weights = cotangents.losses if share.size == 0 else cotangents.losses * share
+    if not _has_losses(config):
+        loss_weights = jnp.zeros(0, jnp.float32)  # no weight is asked for, and XLA makes none
+    else:
+        loss_weights = cotangents.losses if share.size == 0 else cotangents.losses * share
     d_logits = _ffi.call("router_backward", _ffi.shape(logits.shape), logits, bias, mask, ids, weights, counts, cotangents.weights, loss_weights,
                          config=_ffi.config_bytes(config.struct()))  # fmt: skip
     return d_logits.astype(logits.dtype), None, None
