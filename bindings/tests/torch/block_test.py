@@ -113,6 +113,42 @@ def test_hub_names_round_trip_also_cut_over_ranks(style):
     assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
 
 
+HUB = {"mixtral": ("block_sparse_moe", "mixtral"), "qwen3": ("mlp", "qwen"), "deepseek_v3": ("mlp", "qwen")}  # where a hub file has the block, its style
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hub_files_go_to_our_blocks_and_back_with_the_same_logits(name, tmp_path):
+    """A file that transformers writes with one tensor an expert is loaded into our blocks by load_hub, and one that to_hub writes is loaded by transformers."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    place, style = HUB[name]
+    theirs = randomise(MODELS[name]()).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    state = safetensors.load_file(tmp_path / "theirs" / "model.safetensors")
+    assert any(f".{place}.experts.5." in key for key in state), sorted(state)[:20]
+    tokens = torch.randint(0, 50, (2, 9))
+    want = theirs(tokens).logits
+
+    ours = randomise(MODELS[name]()).eval()
+    assert relative(ours(tokens).logits, want) > 1e-2
+    wbt.replace_moe_blocks(ours)
+    blocks = {int(key.split(".")[2]): block for key, block in ours.named_modules() if isinstance(block, wbt.MoE)}
+    rest = {key: value for key, value in state.items() if not any(f"layers.{layer}.{place}." in key for layer in blocks)}
+    ours.load_state_dict(rest, strict=False)
+    for layer, block in blocks.items():
+        wbt.load_hub(block, state, prefix=f"model.layers.{layer}.{place}.", style=style)
+    assert relative(ours(tokens).logits, want) < 1e-4
+
+    written = dict(rest)
+    for layer, block in blocks.items():
+        written |= {key: value.contiguous() for key, value in wbt.to_hub(block, prefix=f"model.layers.{layer}.{place}.", style=style).items()}
+    assert set(written) == set(state)
+    (tmp_path / "ours").mkdir()
+    safetensors.save_file({key: value.clone() for key, value in written.items()}, tmp_path / "ours" / "model.safetensors", metadata={"format": "pt"})
+    theirs.config.save_pretrained(tmp_path / "ours")
+    again = type(theirs).from_pretrained(tmp_path / "ours").eval()
+    assert relative(again(tokens).logits, want) < 1e-5
+
+
 def config_of(**extra):
     losses = {"aux_coefficient": 0.05, "z_coefficient": 0.01}
     return wbt.MoeConfig(H=8, F=6, router=wbt.RouterConfig(E=4, K=2, **losses), **extra)
