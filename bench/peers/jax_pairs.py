@@ -6,19 +6,18 @@
       [--nodes PROCESS,PROCESSES,PORT] [--free]
 
 Four programs on the same operands: "work" (R bf16 matmuls in a row, [T, H] x [H, N] and back), "whole" (dispatch or combine), "in order" (the whole call, then
-the work), "pair" (start, the work, done; held in this order by optimization barriers). Their results are compared to the bit first. One call and 1 + C calls
+the work), "pair" (start, the work, done; held in this order by waybill.jax.overlap). Their results are compared to the bit first. One call and 1 + C calls
 are timed on an idle device, a C-th of the difference, median of the rounds behind the first; programs take turns. hidden = in order - pair.
 
 --trace: one run of "pair" under jax.profiler; kernels of each stream and how long ours ran beside the work's.
 --nodes: this process is one of several that share GPU 0 and are nodes of their own to NCCL; rows travel over sockets, at about 1 GB/s, so the defaults are
 smaller there. Start all of them.
---free: without the barriers in "pair": XLA's scheduler decides what runs between start and done.
+--free: without overlap() in "pair": XLA's scheduler decides what runs between start and done.
 --limit: after so many seconds the stacks of all threads are written and the process ends.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import glob
 import json
@@ -38,17 +37,8 @@ def programs(jax, wbj, args, place):
             x = jnp.matmul(x, w if number % 2 == 0 else w.T)
         return x
 
-    def tie(pending, value):
-        """value, computed behind the start of pending; pending, used behind nothing more."""
-        if args.free:
-            return pending, value
-        value, handle = barrier((value, pending.handle))
-        return dataclasses.replace(pending, handle=handle), value
-
-    def pair(start, done, w, x):
-        pending, x = tie(start, x)
-        y = work(x, w)
-        pending, y = tie(pending, y)
+    def pair(pending, done, w, x):
+        pending, y = (pending, work(x, w)) if args.free else wbj.overlap(pending, work, x, w)
         return done(pending), y
 
     def whole_dispatch(x, ids, weights, w):

@@ -64,6 +64,29 @@ def test_pairs_give_the_bits_and_gradients_of_the_direct_calls(devices, wrap):
     assert counts()[0] == 0  # nothing that was started is left
 
 
+def test_work_held_between_start_and_done_gives_the_same_bits_and_gradients():
+    x, w = jax.random.normal(jax.random.key(1), (T, H)), jax.random.normal(jax.random.key(2), (H, H))
+    ids, weights = routes(T)
+
+    def objective(held):
+        def run(x, w):
+            pending = wbj.dispatch_start(x, ids, weights, E=E)
+            pending, y = wbj.overlap(pending, lambda x, w: jnp.tanh(x @ w), x, w) if held else (pending, jnp.tanh(x @ w))
+            rows = wbj.dispatch_done(pending).rows
+            pending = wbj.combine_start(rows, ids, weights, E=E)
+            pending, y = wbj.overlap(pending, jnp.square, y) if held else (pending, jnp.square(y))
+            return (wbj.combine_done(pending) * y).sum()
+
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
+
+    got, want = objective(True)(x, w), objective(False)(x, w)
+    assert_trees_close(got, want, 1e-6)
+    text = str(jax.make_jaxpr(objective(True))(x, w))
+    assert text.count("optimization_barrier") >= 4 and "optimization_barrier" not in str(jax.make_jaxpr(objective(False))(x, w))
+    batched = jax.vmap(objective(True), in_axes=(0, None))(jnp.stack([x, 2 * x]), w)
+    assert_trees_close(jax.tree.map(lambda leaf: leaf[0], batched), want, 1e-6)
+
+
 def test_a_pair_in_a_loop_and_under_vmap():
     x = jax.random.normal(jax.random.key(1), (3, T, H))
     ids, weights = routes(T)

@@ -16,11 +16,11 @@ from ._device_block import SAVED
 from ._block import ROUTES, MoeOutput, init_params, moe_block, param_specs
 from ._exchange import Slots, combine, dispatch, permute, unpermute
 from ._gemm import grouped_matmul, ragged_dot
-from ._overlap import Pending, combine_done, combine_start, dispatch_done, dispatch_start
+from ._overlap import Pending, combine_done, combine_start, dispatch_done, dispatch_start, overlap
 from ._overflow import OverflowMonitor, keep_if_valid
 from ._quantize import dequantize_mx, quantize_mx
 from ._router import Routes, router
 
 __all__ = ["ROUTES", "SAVED", "MoeConfig", "MoeOutput", "OverflowMonitor", "Pending", "RouterConfig", "Routes", "Slots", "combine", "combine_done",
            "combine_start", "dequantize_mx", "dispatch", "dispatch_done", "dispatch_start", "grouped_matmul", "init_params", "keep_if_valid", "moe_block",
-           "param_specs", "permute", "quantize_mx", "ragged_dot", "router", "unpermute"]  # fmt: skip
+           "overlap", "param_specs", "permute", "quantize_mx", "ragged_dot", "router", "unpermute"]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,6 +76,16 @@ def combine_start(y: jax.Array, ids: jax.Array, weights: jax.Array, *, E: int, a
 def combine_done(pending: Pending) -> jax.Array:
     """Waits for combine_start: what `combine` returns, bit for bit. Differentiable in y and weights."""
     return _combine_done(pending.rows, pending.ids, pending.weights, pending.place, pending.handle, pending.setup)
+
+
+def overlap(pending: Pending, work: Callable[..., Any], *operands: Any) -> tuple[Pending, Any]:
+    """(pending, work(*operands)), where XLA computes the work behind the start and before the done that pending is given to.
+
+    Without it XLA's scheduler decides: it may put the work before the start, or behind the done, and nothing overlaps. operands: pytrees of arrays;
+    what work closes over is not held back. Differentiable; the backward's order is XLA's own."""
+    operands, handle = jax.lax.optimization_barrier((operands, pending.handle))
+    result, handle = jax.lax.optimization_barrier((work(*operands), handle))
+    return dataclasses.replace(pending, handle=handle), result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
