@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/cuda/wide_codes.cuh"
 #include "waybill/quantize_format.h"
 #include "waybill/random.h"
 
@@ -74,8 +75,7 @@ __device__ inline std::uint32_t encode_one_stochastic(float value, std::uint32_t
 template <ElementFormat kFormat>
 __device__ __forceinline__ float decode_one(std::uint32_t code) {
   if constexpr (kFormat == ElementFormat::kE2M1) {
-    // The code's bits at a float's exponent and first fraction bit are the value times 2^-126.
-    return __uint_as_float((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
+    return decode_e2m1(code);
   } else {
     std::uint32_t pair;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
@@ -112,20 +112,9 @@ struct BlockScale {
   float reciprocal = 0.0f;  // of the divisor where divide() may be used, else 0
 };
 
-// a / b rounded correctly, from y = 1 / b rounded correctly: each step corrects the quotient by its exact remainder (Markstein 1990). The
-// magnitude of b is within 2^-80 and 2^120 and a is finite; a quotient that rounds to no element may be less exact.
-__device__ __forceinline__ float divide(float a, float b, float y) {
-  float q = __fmul_rn(a, y);
-  q = fmaf(fmaf(-b, q, a), y, q);
-  q = fmaf(fmaf(-b, q, a), y, q);
-  return copysignf(q, a);  // also of a zero
-}
 __device__ __forceinline__ float reciprocal_of(float divisor, std::uint32_t amax) {
   return amax < kInfinityBits && divisor >= 0x1p-80f && divisor <= 0x1p120f ? __frcp_rn(divisor) : 0.0f;
 }
-
-// Of a group's scale; 0 where it is out of divide()'s range.
-__device__ __forceinline__ float group_reciprocal(float group) { return group >= 0x1p-80f && group <= 0x1p100f ? __frcp_rn(group) : 0.0f; }
 
 template <ElementFormat kFormat>
 __device__ __forceinline__ BlockScale block_scale(std::uint32_t amax, ScaleFormat format, ScaleRule rule, float group) {

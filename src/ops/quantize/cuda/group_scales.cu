@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // NVFP4's scale of a group, 448 * 6 / (its largest magnitude): one pass over x, 2 or 4 bytes an element read. Grid: persistent, 256 threads;
 // a CTA takes 8 rows at a time, a warp a row, and adds its maximum to the group's by an atomic maximum of bits, whose order does not matter. A second
-// launch turns magnitudes into scales. A NaN counts for nothing here: it spoils its block only.
+// launch turns magnitudes into scales (group_scales_finish.cu). A NaN counts for nothing here: it spoils its block only.
 #include "ops/quantize/cuda/codec.cuh"
 #include "ops/quantize/cuda/group_table.cuh"
 #include "ops/quantize/cuda/launch_grid.h"
@@ -60,13 +60,6 @@ __global__ void __launch_bounds__(kThreads) group_scales_amax(const WideRows x, 
   }
 }
 
-__global__ void group_scales_finish(float* scales, int groups) {
-  const int g = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (g >= groups) return;
-  const float amax = scales[g], finite = __uint_as_float(min(__float_as_uint(amax), kLargestFloatBits));
-  scales[g] = amax == 0 ? 1.0f : fminf(__fdiv_rn(448.0f * 6.0f, finite), __uint_as_float(kLargestFloatBits));
-}
-
 }  // namespace
 
 void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t stream) {
@@ -78,10 +71,6 @@ void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t st
         x, reinterpret_cast<std::uint32_t*>(group_scales), is_wide);
   }
   launch_group_scales_finish(group_scales, x.groups, stream);
-}
-
-void launch_group_scales_finish(float* group_scales, int groups, cudaStream_t stream) {
-  group_scales_finish<<<static_cast<unsigned>((groups + 255) / 256), 256, 0, stream>>>(group_scales, groups);
 }
 
 }  // namespace waybill::cuda

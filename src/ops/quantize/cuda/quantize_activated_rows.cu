@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // An activation's result in blocks along a row: 1 x 128, 1 x 32, 1 x 16. Grid: 256 threads; a warp takes 256 columns of a row at a time, several of them
 // under way together, a lane 8 adjacent columns of gate and of up. Bytes: h once, codes and scales once; the result itself is never written.
-#include <algorithm>
-
+#include "ops/quantize/cuda/activated_launch.cuh"
 #include "ops/quantize/cuda/activated_piece.cuh"
-#include "ops/quantize/cuda/launch_grid.h"
 #include "ops/quantize/cuda/quantize_rows_piece.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kWarpColumns = 256, kPieces = 2;
+using activated_rows::kPieces, activated_rows::kThreads, activated_rows::kWarpColumns, activated_rows::kWarps;
 
 template <ElementFormat kFormat, bool kDivides, int kBlock>
 __global__ void __launch_bounds__(kThreads)
@@ -48,31 +46,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <ElementFormat kFormat, bool kDivides, int kBlock>
-void launch(const ActivatedCall& call, const CodedRows& out, cudaStream_t stream) {
-  const bool needs_groups = out.group_scales != nullptr || out.swizzled != nullptr;
-  const int segments = (call.source.F + kWarpColumns - 1) / kWarpColumns;
-  const std::int64_t units = call.x.rows * segments, per_cta = kWarps * kPieces;
-  const auto ctas = static_cast<unsigned>(std::min<std::int64_t>((units + per_cta - 1) / per_cta, needs_groups ? num_sms() * 8 : 1 << 30));
-  const auto shared = static_cast<unsigned>(needs_groups ? GroupTable::bytes(call.x.groups, 1) : 0u);
-  const auto kernel = quantize_activated_rows<kFormat, kDivides, kBlock>;
-  allow_shared(kernel, shared);
-  kernel<<<ctas, kThreads, shared, stream>>>(call.x, call.source, out, segments, needs_groups);
-}
-
-template <ElementFormat kFormat>
-void launch_fp8(const ActivatedCall& call, const CodedRows& out, cudaStream_t stream) {
-  if (out.block_columns == 32) return launch<kFormat, false, 32>(call, out, stream);
-  out.scale == ScaleFormat::kF32 ? launch<kFormat, true, 128>(call, out, stream) : launch<kFormat, false, 128>(call, out, stream);
-}
+struct ActivatedRows {
+  template <ElementFormat kFormat, bool kDivides, int kBlock>
+  static auto kernel() {
+    return quantize_activated_rows<kFormat, kDivides, kBlock>;
+  }
+};
 
 }  // namespace
 
 void launch_quantize_activated_rows(const ActivatedCall& call, const CodedRows& out, cudaStream_t stream) {
-  if (call.x.rows == 0 || call.x.columns == 0 || call.x.groups == 0) return;
-  if (out.element == ElementFormat::kE4M3) launch_fp8<ElementFormat::kE4M3>(call, out, stream);
-  if (out.element == ElementFormat::kE5M2) launch_fp8<ElementFormat::kE5M2>(call, out, stream);
-  if (out.element == ElementFormat::kE2M1) launch<ElementFormat::kE2M1, true, 16>(call, out, stream);
+  activated_rows::launch<ActivatedRows>(call, out, stream);
 }
 
 }  // namespace waybill::cuda

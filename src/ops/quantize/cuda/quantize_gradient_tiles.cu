@@ -6,8 +6,8 @@
 // Grid: persistent, 256 threads, two CTAs an SM; the next tiles come by asynchronous copies while this one's codes are made and stored. The gradient of up
 // waits where up lay; turned codes pass through shared memory in halves, so that two CTAs fit. Bytes: h and da once, every kind of codes once; the gradient
 // itself is never written.
+#include "ops/quantize/cuda/activated_launch.cuh"
 #include "ops/quantize/cuda/activated_tile.cuh"
-#include "ops/quantize/cuda/launch_grid.h"
 
 namespace waybill::cuda {
 namespace {
@@ -110,27 +110,18 @@ __global__ void __launch_bounds__(kThreads, kGradientCtas)
   }
 }
 
-template <ElementFormat kFormat, bool kDivides, int kBlock>
-void launch(const ActivatedCall& call, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
-  const std::int64_t units = (call.x.rows / kTile + call.x.groups) * ((call.source.F + kTile - 1) / kTile);
-  const auto kernel = quantize_gradient_tiles<kFormat, kDivides, kBlock>;
-  const std::size_t bytes = 3 * kSlot * sizeof(uint4) + GroupTable::bytes(call.x.groups, kBlock == 128 ? 1 : 2);
-  allow_shared(kernel, bytes);
-  kernel<<<persistent_ctas(units, kGradientCtas), kThreads, static_cast<unsigned>(bytes), stream>>>(call.x, call.source, rows, columns);
-}
-
-template <ElementFormat kFormat>
-void launch_of(const ActivatedCall& call, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
-  if (columns.block_rows == 32) return launch<kFormat, false, 32>(call, rows, columns, stream);
-  columns.scale == ScaleFormat::kF32 ? launch<kFormat, true, 128>(call, rows, columns, stream) : launch<kFormat, false, 128>(call, rows, columns, stream);
-}
+struct GradientTiles {
+  static constexpr int kSlots = 3, kCtas = kGradientCtas;
+  template <ElementFormat kFormat, bool kDivides, int kBlock>
+  static auto kernel() {
+    return quantize_gradient_tiles<kFormat, kDivides, kBlock>;
+  }
+};
 
 }  // namespace
 
 void launch_quantize_gradient_tiles(const ActivatedCall& call, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
-  if (call.x.rows == 0 || call.x.columns == 0 || call.x.groups == 0) return;
-  columns.element == ElementFormat::kE4M3 ? launch_of<ElementFormat::kE4M3>(call, rows, columns, stream)
-                                          : launch_of<ElementFormat::kE5M2>(call, rows, columns, stream);
+  activated_tiles::launch<GradientTiles>(call, rows, columns, stream);
 }
 
 }  // namespace waybill::cuda

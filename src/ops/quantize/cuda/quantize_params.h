@@ -45,14 +45,21 @@ struct CodedRows {
 // Largest group count that the kernels' tables in shared memory hold.
 inline constexpr int kMaxQuantizeGroups = 4096;
 
-// Any format, width and alignment; no speed claim.
-void launch_quantize_portable(const WideRows& x, const CodedRows& out, cudaStream_t stream);
+// Any format, width and alignment, in two launches: scales, and then codes under them; no speed claim.
+void launch_quantize_portable_scales(const WideRows& x, const CodedRows& out, cudaStream_t stream);
+void launch_quantize_portable_codes(const WideRows& x, const CodedRows& out, cudaStream_t stream);
+inline void launch_quantize_portable(const WideRows& x, const CodedRows& out, cudaStream_t stream) {
+  if (x.rows == 0 || x.columns == 0 || x.groups == 0) return;
+  launch_quantize_portable_scales(x, out, stream);
+  launch_quantize_portable_codes(x, out, stream);
+}
 // y = element * scale (/ the group's scale).
 void launch_dequantize(const WideRows& y, const CodedRows& in, cudaStream_t stream);
 // The same where there is a kernel at the speed of a copy (dequantize_wide.cc); false: nothing was launched.
 bool launch_dequantize_wide(const WideRows& y, const CodedRows& in, cudaStream_t stream);
 void launch_widen_rows(const WideRows& y, const CodedRows& in, cudaStream_t stream);  // for calls that it has accepted
 void launch_widen_columns(const WideRows& y, const CodedRows& in, cudaStream_t stream);
+void launch_widen_columns_nvfp4(const WideRows& y, const CodedRows& in, cudaStream_t stream);
 
 // NVFP4's first pass: the scale of each group. group_scales [groups]: zeros before the launch.
 void launch_group_scales(const WideRows& x, float* group_scales, cudaStream_t stream);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "ops/quantize/cuda/cache_hints.cuh"
 #include "ops/quantize/cuda/group_table.cuh"
 #include "ops/quantize/cuda/wide_codes.cuh"
 #include "ops/quantize/cuda/wide_piece.cuh"
@@ -170,7 +171,7 @@ __device__ __forceinline__ float high_half(std::uint32_t pair) { return __uint_a
 
 // Codes of rows as x lies. kOfRows: apply[i] belongs to row i, else to column i; kOne: apply[0] to all.
 enum class Scales : int { kOfRows, kOfColumns, kOne };
-template <ElementFormat kFormat, Scales kScales, bool kDivides, bool kIsBf16>
+template <ElementFormat kFormat, Scales kScales, bool kDivides, bool kStreams = false, bool kIsBf16>
 __device__ __forceinline__ void store_codes(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, const Place& at,
                                             const Apply<kDivides> (&apply)[kScales == Scales::kOne ? 1 : 8]) {
   if (at.column() >= at.column_end) return;
@@ -192,7 +193,7 @@ __device__ __forceinline__ void store_codes(const Piece<kIsBf16> (&pieces)[8], c
     } else {
       codes = encode_eight<kFormat>([&](int j) { return apply[kScales == Scales::kOfColumns ? j : (kScales == Scales::kOfRows ? i : 0)](pieces[i].value(j)); });
     }
-    *reinterpret_cast<uint2*>(to) = codes;
+    store_once<kStreams>(reinterpret_cast<uint2*>(to), codes);
     to += out.code_stride;
   }
 }
@@ -227,7 +228,7 @@ __device__ __forceinline__ void turn_two(const Piece<kIsBf16> (&pieces)[8], int 
 }
 
 // columns: of the whole tensor, which a block of `turned` holds.
-template <ElementFormat kFormat, bool kIsOne, int kStage, bool kDivides, bool kIsBf16>
+template <ElementFormat kFormat, bool kIsOne, int kStage, bool kStreams = false, bool kDivides, bool kIsBf16>
 __device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], const CodedRows& out, int columns, const Place& at, std::uint8_t* stage,
                                              const Apply<kDivides> (&apply)[kIsOne ? 1 : 8]) {
   const int missing = min(max(8 * at.ty + 8 - at.valid, 0), 8);  // rows past the group's end are zeros, also where the block is NaN
@@ -262,13 +263,13 @@ __device__ __forceinline__ void store_turned(const Piece<kIsBf16> (&pieces)[8], 
       const int piece = static_cast<int>(threadIdx.x) + i * kThreads, column = piece / 8, q = piece % 8;
       uint4 v = *reinterpret_cast<const uint4*>(stage + column * kTile + ((q ^ (column >> 3 & 7)) << 4));
       if (kStage > 64 && column >= 64) v = make_uint4(v.z, v.w, v.x, v.y);
-      if (16 * piece < bytes) *reinterpret_cast<uint4*>(to + 16 * piece) = v;
+      if (16 * piece < bytes) store_once<kStreams>(reinterpret_cast<uint4*>(to + 16 * piece), v);
     }
   }
 }
 
-// A tile under blocks of rows (rows.codes not null) and of columns.
-template <ElementFormat kFormat, bool kDivides, int kBlock, int kStage, bool kIsBf16>
+// A tile under blocks of rows (rows.codes not null) and of columns. kStreams: codes by streaming stores.
+template <ElementFormat kFormat, bool kStreams = false, bool kDivides, int kBlock, int kStage, bool kIsBf16>
 __device__ __forceinline__ void code_tile(const Piece<kIsBf16> (&pieces)[8], const CodedRows& rows, const CodedRows& columns, int num_columns,
                                           const GroupTable& table, const Place& at, TileShared<kBlock, kDivides, kStage>& shared) {
   if (rows.codes != nullptr) scale_rows<kFormat>(pieces, rows, at, shared);
@@ -281,13 +282,13 @@ __device__ __forceinline__ void code_tile(const Piece<kIsBf16> (&pieces)[8], con
     const Apply<kDivides>* of_rows = shared.of_rows[8 * at.tx / kBlock] + 8 * at.ty;
 #pragma unroll
     for (int i = 0; i < 8; ++i) apply[i] = of_rows[i];
-    store_codes<kFormat, Scales::kOfRows, kDivides>(pieces, rows, at, apply);
+    store_codes<kFormat, Scales::kOfRows, kDivides, kStreams>(pieces, rows, at, apply);
   }
   const Apply<kDivides>* of_columns = shared.apply[8 * at.ty / kBlock] + 8 * at.tx;
 #pragma unroll
   for (int j = 0; j < 8; ++j) apply[j] = of_columns[j];
-  if (columns.codes != nullptr) store_codes<kFormat, Scales::kOfColumns, kDivides>(pieces, columns, at, apply);
-  if (columns.turned != nullptr) store_turned<kFormat, false, kStage>(pieces, columns, num_columns, at, shared.turned, apply);
+  if (columns.codes != nullptr) store_codes<kFormat, Scales::kOfColumns, kDivides, kStreams>(pieces, columns, at, apply);
+  if (columns.turned != nullptr) store_turned<kFormat, false, kStage, kStreams>(pieces, columns, num_columns, at, shared.turned, apply);
 }
 
 // The tile of a unit; units walk the columns of a row of blocks first.

@@ -16,20 +16,31 @@ namespace {
 template <int kBlock, bool kIsBf16, bool kDivides>
 constexpr int kCtasPerSm = (kBlock == 128 && !kDivides ? 2 : 1) + (kIsBf16 ? 1 : 0);
 
+// Both directions of bf16 under powers of two: rows of so many columns go with the L2's hints, narrower ones with two CTAs an SM and without; measured
+// (docs/perf/quantize-gpu.md).
+template <int kBlock, bool kDivides, bool kIsTile>
+constexpr bool kCanHint = kBlock == 128 && !kDivides && !kIsTile;
+constexpr int kWideRow = 4096;
+
 // A thread's elements of the next tile on their way to shared memory; nobody else reads them. magnitudes: magnitudes_of() what the thread has read from
-// there before, so that it has left.
-template <bool kIsBf16>
+// there before, so that it has left. kHints: what is copied leaves the L2 first.
+template <bool kIsBf16, bool kHints>
 __device__ __forceinline__ void start_copies(const WideRows& x, const Place& at, uint4* next, std::uint32_t magnitudes) {
   asm volatile("" : "+r"(magnitudes));
   const bool may_start = magnitudes < 0x80000000u;
   constexpr int kPieces = kIsBf16 ? 1 : 2;  // of 16 bytes, for 8 elements
   const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(next + threadIdx.x));
+  std::uint64_t policy = 0;
+  if constexpr (kHints) policy = leave_first();
+  const auto copy = [&](std::uint32_t place, const void* from, bool is_there) {
+    kHints ? copy_async_16_under(place, from, is_there, policy) : ptx::copy_async_16(place, from, is_there);
+  };
   if (x.list == nullptr && at.valid == kTile && at.column0 + kTile <= at.column_end) {
     const std::uint8_t* from = static_cast<const std::uint8_t*>(x.data) + (at.row(0) * x.stride + at.column()) * (kIsBf16 ? 2 : 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
-      for (int h = 0; h < kPieces; ++h) ptx::copy_async_16(to + (i * kPieces + h) * kThreads * 16, from + 16 * h, may_start);
+      for (int h = 0; h < kPieces; ++h) copy(to + (i * kPieces + h) * kThreads * 16, from + 16 * h, may_start);
       from += x.stride * (kIsBf16 ? 2 : 4);
     }
     return;
@@ -41,12 +52,12 @@ __device__ __forceinline__ void start_copies(const WideRows& x, const Place& at,
     const std::int64_t element = is_there ? source * x.stride + at.column() : 0;
 #pragma unroll
     for (int h = 0; h < kPieces; ++h) {
-      ptx::copy_async_16(to + (i * kPieces + h) * kThreads * 16, static_cast<const std::uint8_t*>(x.data) + element * (kIsBf16 ? 2 : 4) + 16 * h, is_there);
+      copy(to + (i * kPieces + h) * kThreads * 16, static_cast<const std::uint8_t*>(x.data) + element * (kIsBf16 ? 2 : 4) + 16 * h, is_there);
     }
   }
 }
 
-template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile, bool kIsBf16>
+template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile, bool kIsBf16, bool kHints>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides>)
     quantize_tiles(const WideRows x, const CodedRows rows, const CodedRows columns) {
   extern __shared__ __align__(16) int memory[];
@@ -59,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
     atomicOr(&x.status->flags, static_cast<unsigned>(kStatusBadOffsets));
   }
   if (blockIdx.x >= num_units) return;
-  start_copies<kIsBf16>(x, place_of(x.columns, table, blockIdx.x, column_tiles), next, 0);
+  start_copies<kIsBf16, kHints>(x, place_of(x.columns, table, blockIdx.x, column_tiles), next, 0);
   for (unsigned unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
     Piece<kIsBf16> pieces[8];
     ptx::copy_async_commit();
@@ -69,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
     const Place at = place_of(x.columns, table, unit, column_tiles);
     // Before all else: the copies take longest.
     if (unit + gridDim.x < num_units) {
-      start_copies<kIsBf16>(x, place_of(x.columns, table, unit + gridDim.x, column_tiles), next, magnitudes_of(pieces));
+      start_copies<kIsBf16, kHints>(x, place_of(x.columns, table, unit + gridDim.x, column_tiles), next, magnitudes_of(pieces));
     }
     if constexpr (kIsTile) {
       ColumnMaximum<kIsBf16> largest;
@@ -80,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
       if (columns.turned != nullptr) store_turned<kFormat, true, kTile>(pieces, columns, x.columns, at, shared.turned, one);
       __syncthreads();
     } else {
-      code_tile<kFormat>(pieces, rows, columns, x.columns, table, at, shared);
+      code_tile<kFormat, kHints>(pieces, rows, columns, x.columns, table, at, shared);
     }
   }
 }
@@ -88,8 +99,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile>
 void launch(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
   const std::int64_t units = (x.rows / kTile + x.groups) * ((x.columns + kTile - 1) / kTile);
-  const int ctas_per_sm = x.is_bf16 ? kCtasPerSm<kBlock, true, kDivides> : kCtasPerSm<kBlock, false, kDivides>;
-  const auto kernel = x.is_bf16 ? quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true> : quantize_tiles<kFormat, kDivides, kBlock, kIsTile, false>;
+  int ctas_per_sm = x.is_bf16 ? kCtasPerSm<kBlock, true, kDivides> : kCtasPerSm<kBlock, false, kDivides>;
+  auto kernel = x.is_bf16 ? quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true, false> : quantize_tiles<kFormat, kDivides, kBlock, kIsTile, false, false>;
+  if constexpr (kCanHint<kBlock, kDivides, kIsTile>) {
+    if (x.is_bf16 && rows.codes != nullptr && columns.turned != nullptr) {
+      if (x.columns >= kWideRow) {
+        kernel = quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true, true>;
+      } else {
+        ctas_per_sm = 2;
+      }
+    }
+  }
   const std::size_t bytes = kTile * kTile * (x.is_bf16 ? 2u : 4u) + GroupTable::bytes(x.groups, kBlock == 128 ? 1 : 2);
   allow_shared(kernel, bytes + sizeof(TileShared<kBlock, kDivides>));
   kernel<<<persistent_ctas(units, ctas_per_sm), kThreads, static_cast<unsigned>(bytes), stream>>>(x, rows, columns);

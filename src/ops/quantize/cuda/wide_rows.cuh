@@ -4,8 +4,8 @@
 
 #include <cuda_bf16.h>
 
+#include "core/cuda/wide_codes.cuh"
 #include "ops/quantize/cuda/quantize_params.h"
-#include "waybill/dtype.h"
 
 namespace waybill::cuda {
 
@@ -18,9 +18,6 @@ __device__ __forceinline__ float load_value(const WideRows& x, std::int64_t row,
   const std::int64_t at = row * x.stride + column;
   return x.is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(x.data)[at]) : static_cast<const float*>(x.data)[at];
 }
-
-// bf16 as the host rounds: a NaN keeps its upper bits and becomes quiet.
-__device__ __forceinline__ std::uint16_t bf16_bits(float value) { return bf16::from_float(value); }
 
 __device__ __forceinline__ void store_value(const WideRows& y, std::int64_t row, int column, float value) {
   const std::int64_t at = row * y.stride + column;

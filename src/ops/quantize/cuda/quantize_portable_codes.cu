@@ -1,19 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises any format in two launches: the scales, a warp a block, and then the codes, a thread a byte. Any width, alignment and block; no
-// speed claim. Grid: persistent; CTAs take rows of blocks, then rows.
-#include "ops/quantize/cuda/codec.cuh"
-#include "ops/quantize/cuda/group_table.cuh"
-#include "ops/quantize/cuda/wide_rows.cuh"
+// The portable quantiser's second launch: codes under the stored scales, a thread a byte. Grid: persistent; CTAs take rows.
+#include "ops/quantize/cuda/quantize_portable.cuh"
 
 namespace waybill::cuda {
 namespace {
-
-constexpr int kThreads = 256, kGrid = 1056;
-
-template <ElementFormat kFormat>
-__device__ BlockScale scale_of(const CodedRows& out, std::uint32_t amax, float group) {
-  return block_scale<kFormat>(amax, out.scale, out.rule, group);
-}
 
 // From what is stored.
 __device__ BlockScale stored_scale(const CodedRows& out, std::int64_t index, float group) {
@@ -27,63 +17,6 @@ __device__ BlockScale stored_scale(const CodedRows& out, std::int64_t index, flo
     byte = bits > kInfinityBits ? 255u : bits >> 23;  // 2^-127 is the one subnormal
   }
   return {byte, __uint_as_float(byte == 255 ? kNaNBits : (byte == 254 ? 0x400000u : (254u - byte) << 23)), 1.0f};
-}
-
-// The block table of a run-time block height: the kernels below count blocks of a group by themselves.
-__device__ int blocks_of(int rows, int block_rows) { return (rows + block_rows - 1) / block_rows; }
-
-// first_block [groups + 1] in shared memory, by thread 0: a cold path.
-__device__ void count_blocks(const GroupTable& table, int groups, int block_rows, int* first_block) {
-  if (threadIdx.x == 0) {
-    int blocks = 0;
-    for (int g = 0; g < groups; ++g) {
-      first_block[g] = blocks;
-      blocks += blocks_of(table.end_row(g) - table.first_row(g), block_rows);
-    }
-    first_block[groups] = blocks;
-  }
-  __syncthreads();
-}
-
-__device__ int group_of(const int* starts, int groups, int at) {
-  int low = 0, high = groups;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (starts[middle] <= at ? low : high) = middle;
-  }
-  return low;
-}
-
-template <ElementFormat kFormat>
-__global__ void quantize_portable_scales(const WideRows x, const CodedRows out) {
-  extern __shared__ int memory[];
-  GroupTable table;
-  table.build<0>(x, memory);
-  int* first_block = memory + x.groups + 1;
-  count_blocks(table, x.groups, out.block_rows, first_block);
-  const int num_blocks = first_block[x.groups], warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  if (num_blocks > out.scale_rows && x.status != nullptr) atomicOr(&x.status->flags, static_cast<unsigned>(kStatusBadOffsets));
-  const int column_blocks = blocks_of(x.columns, out.block_columns);
-  for (int b = static_cast<int>(blockIdx.x); b < min(static_cast<std::int64_t>(num_blocks), out.scale_rows); b += static_cast<int>(gridDim.x)) {
-    const int g = group_of(first_block, x.groups, b), row0 = table.first_row(g) + (b - first_block[g]) * out.block_rows;
-    const int rows = min(out.block_rows, table.end_row(g) - row0);
-    for (int cb = warp; cb < column_blocks; cb += kThreads / 32) {
-      const int column0 = cb * out.block_columns, columns = min(out.block_columns, x.columns - column0);
-      std::uint32_t amax = 0;
-      for (std::int64_t i = lane; i < static_cast<std::int64_t>(rows) * columns; i += 32) {
-        amax = max(amax, __float_as_uint(load_value(x, row0 + i / columns, column0 + static_cast<int>(i % columns))) & kMagnitudeBits);
-      }
-      amax = ptx::redux_max(amax);
-      if (lane != 0) continue;
-      const BlockScale scale = scale_of<kFormat>(out, amax, out.group_scales != nullptr ? out.group_scales[g] : 1.0f);
-      const std::int64_t at = b * out.scale_stride + cb * out.scale_column_stride;
-      if (out.scale == ScaleFormat::kF32 || out.scale == ScaleFormat::kPowerOfTwo) {
-        static_cast<float*>(out.scales)[at] = __uint_as_float(scale.stored);
-      } else {
-        static_cast<std::uint8_t*>(out.scales)[at] = static_cast<std::uint8_t>(scale.stored);
-      }
-    }
-  }
 }
 
 template <ElementFormat kFormat, bool kDivides>
@@ -129,8 +62,6 @@ __global__ void quantize_portable_codes(const WideRows x, const CodedRows out) {
 template <ElementFormat kFormat>
 void launch(const WideRows& x, const CodedRows& out, cudaStream_t stream) {
   const bool divides = out.scale == ScaleFormat::kF32 || out.scale == ScaleFormat::kE4M3;
-  const auto scales = quantize_portable_scales<kFormat>;
-  scales<<<kGrid, kThreads, static_cast<unsigned>(GroupTable::bytes(x.groups, 1)), stream>>>(x, out);
   const auto codes = divides ? quantize_portable_codes<kFormat, true> : quantize_portable_codes<kFormat, false>;
   allow_shared(codes, GroupTable::bytes(x.groups, 2));
   codes<<<kGrid, kThreads, static_cast<unsigned>(GroupTable::bytes(x.groups, 2)), stream>>>(x, out);
@@ -138,8 +69,7 @@ void launch(const WideRows& x, const CodedRows& out, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_quantize_portable(const WideRows& x, const CodedRows& out, cudaStream_t stream) {
-  if (x.rows == 0 || x.columns == 0 || x.groups == 0) return;
+void launch_quantize_portable_codes(const WideRows& x, const CodedRows& out, cudaStream_t stream) {
   if (out.element == ElementFormat::kE4M3) launch<ElementFormat::kE4M3>(x, out, stream);
   if (out.element == ElementFormat::kE5M2) launch<ElementFormat::kE5M2>(x, out, stream);
   if (out.element == ElementFormat::kE2M1) launch<ElementFormat::kE2M1>(x, out, stream);
