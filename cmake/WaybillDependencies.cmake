@@ -63,6 +63,8 @@ waybill_require(nlohmann_json VERSION 3.10 HEADER nlohmann/json.hpp TARGET nlohm
 waybill_require(tomlplusplus HEADER toml++/toml.h LIBRARY tomlplusplus TARGET tomlplusplus::tomlplusplus DEBIAN libtomlplusplus-dev FOR "run configs")
 if(WAYBILL_BUILD_TOOLS OR WAYBILL_BUILD_TESTS)
   waybill_require(spdlog HEADER spdlog/spdlog.h LIBRARY spdlog TARGET spdlog::spdlog DEBIAN libspdlog-dev FOR "log lines of the command")
+endif()
+if(WAYBILL_BUILD_TOOLS OR WAYBILL_BUILD_TESTS OR WAYBILL_BUILD_BENCH)
   waybill_require(CLI11 HEADER CLI/CLI.hpp TARGET CLI11::CLI11 DEBIAN libcli11-dev FOR "the command line")
 endif()
 if(WAYBILL_BUILD_TESTS)

@@ -179,24 +179,34 @@ area_exchange() {
   fi
   record exchange "$work/exchange.jsonl"
 }
-# 18 to 47 ms a step and design: about five minutes with the peer. WAYBILL_MOE_OPTIONS, WAYBILL_MOE_LOADS and WAYBILL_MOE_PEER_OPTIONS replace the options.
+# Two GPUs: 18 to 47 ms a step and design, about five minutes with the peer. One GPU: one rank, where nothing is exchanged, with every design and each step
+# of the ablation at 160 steps (those of H 7168 for a second and a half each), PyTorch's layer beside it, and the two main designs as 2, 4 and 8 virtual ranks:
+# about two minutes and a half. WAYBILL_MOE_OPTIONS, WAYBILL_MOE_LOADS and WAYBILL_MOE_PEER_OPTIONS replace the options.
 area_moe() {
-  measure "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:---ablation --f32 --wgrad-control}
-  local one_gpu=""
-  [ "$num_gpus" -gt 1 ] || one_gpu="--ranks 1 --ranks-per-gpu 2"  # as our two virtual ranks
-  if [ "$num_gpus" -ge 1 ]; then
-    if "$python" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" $one_gpu ${WAYBILL_MOE_PEER_OPTIONS:-} >"$work/torch_moe.log" 2>&1; then
-      append "$work/torch_moe.jsonl" "$work/moe.jsonl"
-    else
-      note "peer torch moe" "skipped: torch did not run"
-    fi
+  local options="--ablation --f32 --wgrad-control" peer_options="" loads="--stack sparse,dense-map,padded,capacity --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
+  if [ "$num_gpus" -eq 1 ]; then
+    options="--ranks 1 --ablation --eager sparse --seconds 1.5 --stack sparse,exact,exact-resend,exact-blocks,dense-map,padded,capacity,loop"
+    peer_options="--ranks 1 --variant grouped loop"
+    loads="--ranks 1 --eager none --stack sparse,padded --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
+  fi
+  measure "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:-$options}
+  if "$python" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" ${WAYBILL_MOE_PEER_OPTIONS:-$peer_options} >"$work/torch_moe.log" 2>&1; then
+    append "$work/torch_moe.jsonl" "$work/moe.jsonl"
+  else
+    note "peer torch moe" "skipped: torch did not run"
   fi
   record moe "$work/moe.jsonl"
-  measure "benchmark moe, loads" "$bin/bench_cuda_moe" "$work/moe_loads.jsonl" --shape sparser-ep72 --iterations 40 \
-    ${WAYBILL_MOE_LOADS:---stack sparse,dense-map,padded,capacity --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9}
+  if [ "$num_gpus" -eq 1 ]; then
+    local ranks
+    for ranks in 2 4 8; do
+      measure "benchmark moe, $ranks virtual ranks" "$bin/bench_cuda_moe" "$work/moe_virtual.jsonl" --ranks $ranks --shape sparser-ep72 --stack sparse,dense-map --eager none
+      [ ! -s "$work/moe_virtual.jsonl" ] || grep -v '"evidence":"kernel"' "$work/moe_virtual.jsonl" >>"$work/moe.jsonl"
+    done
+  fi
+  measure "benchmark moe, loads" "$bin/bench_cuda_moe" "$work/moe_loads.jsonl" --shape sparser-ep72 --iterations 40 ${WAYBILL_MOE_LOADS:-$loads}
   [ ! -s "$work/moe_loads.jsonl" ] || grep -v '"evidence":"kernel"' "$work/moe_loads.jsonl" >>"$work/moe.jsonl"
-  measure "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
   record moe "$work/moe.jsonl"
+  [ "$num_gpus" -eq 1 ] || measure "phases of the MoE layer" "$bin/bench_cuda_moe_phases"
 }
 area_router() {
   measure "benchmark router" "$bin/bench_cuda_router" "$work/router.jsonl" --loads

@@ -37,16 +37,21 @@ def table(records):
     return rows
 
 
+def ranks_of(record):
+    ranks, gpus = record.get("ranks", 2), record.get("gpus", 2)
+    return f"{ranks} on {gpus} GPU{'' if gpus == 1 else 's'}"
+
+
 def module_table(records):
-    rows = ["| shape | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange not hidden, % | ceiling without it | steps |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    rows = ["| shape | ranks | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange not hidden, % | ceiling without it | steps |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     steps = [r for r in records if r["unit"] == "us" and r["op"] == "moe fwd+bwd"]
     for r in steps:
         share = r["shares"].get("exchange") if "exchange_share" not in r else r["exchange_share"]
         predicted = f" (predicted {r['predicted_bytes'] / 2**30:.2f})" if r.get("predicted_bytes") else ""
         dropped = f", {r['dropped']} routes dropped" if r.get("dropped") else ""
         rows.append(
-            f"| {r['case']} | {r['load']} | {r['variant']}{dropped} | {r['value'] / 1e3:.3f} | {r['spread'] / 1e3:.3f} | {r['tflops']:.1f} | {r.get('of_dense') or '-'} | "
+            f"| {r['case']} | {ranks_of(r)} | {r['load']} | {r['variant']}{dropped} | {r['value'] / 1e3:.3f} | {r['spread'] / 1e3:.3f} | {r['tflops']:.1f} | {r.get('of_dense') or '-'} | "
             f"{r['peak_bytes'] / 2**30:.2f}{predicted} | {r['host_waits']} | {'-' if share is None else f'{100 * share:.1f}'} | "
             f"{'-' if share is None else f'{1 / (1 - share):.2f}'} | {r['iterations']} |"
         )

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the layer's options cost: forward and backward as one graph on one GPU, plain and with one option at a time, interleaved with the plain layer.
+// What the layer's options cost: forward and backward as one graph on one GPU, plain and with one option at a time, interleaved with the plain layer; and what
+// a shared expert of width F saves while rows travel, beside the layer that computes it after they came.
 //   bench_cuda_moe_options [--filter TEXT] [--load W1]      --load: replays the routes of a load of bench/shapes/loads.toml
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <functional>
 
@@ -10,6 +12,7 @@
 #include "bench/cuda/moe/problem.h"
 #include "bench/cuda/run_main.h"
 #include "core/cuda/graph.h"
+#include "cuda/device_random.h"
 #include "fabric/cuda_local/local_ranks.h"
 #include "moe/cuda/device_moe.h"
 #include "ops/activation/cuda/activation_cuda.h"
@@ -23,6 +26,7 @@ namespace {
 struct Variant {
   const char* name;
   std::function<void(MoeConfig&)> change;
+  bool is_shared = false;  // compared with the layer whose shared expert waits for the rows
 };
 
 // A layer with its step as a graph.
@@ -41,6 +45,7 @@ class Case {
     for (const RankTensors* t : problem.on(0)) {
       weights.push_back(t->weights), gradients.push_back(t->gradients);
       if (c.expert_bias) add_biases(c, P, weights.back(), gradients.back());
+      if (c.shared_F > 0) add_shared(c, weights.back(), gradients.back());
       x.push_back(t->x), out.push_back(t->out), d_out.push_back(t->d_out), dx.push_back(t->dx);
       if (problem.load() != "natural") ids.push_back(t->ids);
     }
@@ -74,6 +79,15 @@ class Case {
     gradients.b1 = zeros(c.inner_width()), gradients.b2 = zeros(c.row_width());
   }
 
+  void add_shared(const MoeConfig& c, MoeTensors& weights, MoeTensors& gradients) {
+    const auto normal = [&](std::int64_t rows, std::int64_t columns) {
+      memory_.emplace_back(static_cast<std::size_t>(rows * columns) * 2, 0);
+      fill_normal(memory_.back().data(), DType::kBF16, static_cast<std::size_t>(rows * columns), 31, 1 / std::sqrt(static_cast<float>(columns)), stream_);
+      return TensorView(memory_.back().data(), DType::kBF16, {rows, columns}, Device{DeviceType::kCuda, 0});
+    };
+    for (MoeTensors* t : {&weights, &gradients}) t->shared_w1 = normal(c.shared_inner_width(), c.H), t->shared_w2 = normal(c.H, c.shared_F);
+  }
+
   CudaStream stream_;
   std::unique_ptr<CudaLocalGroup> group_;
   std::unique_ptr<DeviceMoeLayer> layer_;
@@ -97,6 +111,7 @@ int main_checked(int argc, char** argv) {
   }
   register_router(), register_gemm(), register_activation();
   const Variant plain{"plain", [](MoeConfig&) {}};
+  const Variant after{"shared expert behind dispatch", [](MoeConfig& c) { c.shared_F = c.F, c.overlap_shared = false; }};
   const Variant variants[] = {
       {"expert biases", [](MoeConfig& c) { c.expert_bias = true; }},
       {"aux loss", [](MoeConfig& c) { c.aux_coefficient = 1e-3f; }},
@@ -104,17 +119,24 @@ int main_checked(int argc, char** argv) {
       {"capacity 1.25", [](MoeConfig& c) { c.capacity_factor = 1.25; }},
       {"dense map", [](MoeConfig& c) { c.force_dense_map = true; }},
       {"padded to capacity 1.25", [](MoeConfig& c) { c.capacity_factor = 1.25, c.pad_to_capacity = true; }},
+      {"shared expert beside dispatch", [](MoeConfig& c) { c.shared_F = c.F, c.overlap_shared = true; }, true},
   };
-  const Shape shapes[] = {{"T8192 H2048 F768 E128 K8", 8192, 2048, 768, 128, 8}, {"T8192 H512 F512 E64 K36", 8192, 512, 512, 64, 36}};
+  const Shape shapes[] = {{"T8192 H2048 F768 E128 K8", 8192, 2048, 768, 128, 8},
+                          {"T8192 H512 F512 E64 K36", 8192, 512, 512, 64, 36},
+                          {"T8192 H2048 F512 E512 K10", 8192, 2048, 512, 512, 10},
+                          {"T8192 H7168 F2048 E64 K8", 8192, 7168, 2048, 64, 8}};
   for (const Shape& shape : shapes) {
-    Problem problem(shape, 1, {0}, load);
-    Case reference(problem, plain);
+    std::unique_ptr<Problem> problem;  // where a case is wanted
+    std::unique_ptr<Case> references[2];
     for (const Variant& variant : variants) {
       const std::string name = shape.name + ", " + variant.name;
       if (!filter.takes(name)) continue;
-      Case changed(problem, variant);
+      if (!problem) problem = std::make_unique<Problem>(shape, 1, std::vector<int>{0}, load);
+      std::unique_ptr<Case>& reference = references[variant.is_shared ? 1 : 0];
+      if (!reference) reference = std::make_unique<Case>(*problem, variant.is_shared ? after : plain);
+      Case changed(*problem, variant);
       double before = 0, with = 0;
-      for (int round = 0; round < 2; ++round) before += reference.us() / 2, with += changed.us() / 2;
+      for (int round = 0; round < 2; ++round) before += reference->us() / 2, with += changed.us() / 2;
       std::printf("%-52s plain %9.1f us, with %9.1f us: + %7.1f us (%.3f)", name.c_str(), before, with, with - before, with / before);
       std::printf(changed.dropped > 0 ? ", %d routes dropped\n" : "\n", changed.dropped);
       std::fflush(stdout);

@@ -14,7 +14,7 @@ Before anything is timed every variant's output and gradients are compared with 
 Routes are natural by default: x is normal, the rows of the gate have length 1, so that the logits of a token are normal with the same spread for
 every expert. --load W0 to W9 replays the routes that bench_cuda_moe replays (loads.py; the scores stay the gate's). A call is timed by two events
 behind a barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds the median over the iterations. TFLOP/s
-per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F. Memory: torch's peak less weights and their gradients. --ranks-per-gpu
+per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F (H: the width of rows, which a latent shape projects to and from). Memory: torch's peak less weights and their gradients. --ranks-per-gpu
 N: a process has the tokens of N ranks (and its share of all experts), as a GPU with N virtual ranks has. Shares: kernel time by name in one profiled
 call. Environment: NCCL_NVLS_ENABLE=0 is set.
 """
@@ -104,22 +104,25 @@ def loop_experts(rows, weight, counts, on_device, w1, w2):
 
 
 class Layer:
-    def __init__(self, T, H, inner, E, K, experts, leaves, seed, device, ids=None):
+    def __init__(self, T, H, inner, E, K, experts, leaves, seed, device, ids=None, latent=0):
         self.T, self.H, self.E, self.K = T, H, E, K
         self.experts, self.P, self.rank, self.device = experts, dist.get_world_size(), dist.get_rank(), device
         self.L = E // self.P
         gate = torch.randn(E, H, device=device, generator=generator(device, seed))
         self.gate = (gate / gate.norm(dim=1, keepdim=True)).to(BF16).requires_grad_()
         own = generator(device, seed + 1 + self.rank)
-        w1 = torch.randn(self.L, 2 * inner, H, device=device, generator=own, dtype=BF16) * H**-0.5
-        w2 = torch.randn(self.L, H, inner, device=device, generator=own, dtype=BF16) * inner**-0.5
+        W = latent or H
+        w1 = torch.randn(self.L, 2 * inner, W, device=device, generator=own, dtype=BF16) * W**-0.5
+        w2 = torch.randn(self.L, W, inner, device=device, generator=own, dtype=BF16) * inner**-0.5
+        projection = lambda rows, columns: (torch.randn(rows, columns, device=device, generator=own, dtype=BF16) * columns**-0.5).requires_grad_()  # noqa: E731
+        self.down, self.up = (projection(latent, H), projection(H, latent)) if latent else (None, None)
         self.w1 = [w.clone().requires_grad_() for w in w1] if leaves else w1.requires_grad_()
         self.w2 = [w.clone().requires_grad_() for w in w2] if leaves else w2.requires_grad_()
         self.ids, self.replay = None, ids
 
     def weights(self):
         as_list = lambda w: w if isinstance(w, list) else [w]  # noqa: E731
-        return [self.gate, *as_list(self.w1), *as_list(self.w2)]
+        return [self.gate, *as_list(self.w1), *as_list(self.w2), *([self.down, self.up] if self.down is not None else [])]
 
     def forward(self, x):
         # Sigmoid of the K largest logits, renormalised: the same as the largest of the sigmoids, without a pass over [T, E].
@@ -136,14 +139,16 @@ class Layer:
         dist.all_to_all_single(received, sent)
         host = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).tolist()  # the host waits here, once a step
         send, receive, counts = host[: self.P], host[self.P : 2 * self.P], host[2 * self.P :]
-        rows = Exchange.apply(x.index_select(0, token), send, receive)
+        seen = x if self.down is None else x @ self.down.T
+        rows = Exchange.apply(seen.index_select(0, token), send, receive)
         row_weight = Exchange.apply(Permute.apply(weight.reshape(-1), order, inverse_of(order)), send, receive)
         local = torch.arange(self.L, device=self.device).repeat(self.P)
         by_expert = torch.repeat_interleave(local, received.reshape(-1), output_size=len(rows)).argsort(stable=True)
         back = inverse_of(by_expert)
         y = self.experts(Permute.apply(rows, by_expert, back), Permute.apply(row_weight, by_expert, back), counts, received.sum(0), self.w1, self.w2)
         y = Exchange.apply(Permute.apply(y, back, by_expert), receive, send)
-        return torch.zeros_like(x).index_add(0, token, y)
+        out = torch.zeros_like(seen).index_add(0, token, y)
+        return out if self.up is None else out @ self.up.T
 
     def step(self, x, d_out):
         for w in self.weights():
@@ -164,10 +169,10 @@ def gathered(tensor):
     return torch.cat(parts)
 
 
-def check(name, experts, leaves, device):
+def check(name, experts, leaves, device, latent=0):
     """Output and gradients of a small layer against a dense loop in fp32 on the same bf16 values and the same ids."""
     T, H, inner, E, K = 96, 256, 128, 16, 3
-    layer = Layer(T, H, inner, E, K, experts, leaves, 7, device)
+    layer = Layer(T, H, inner, E, K, experts, leaves, 7, device, latent=latent)
     own = generator(device, 100 + layer.rank)
     x = torch.randn(T, H, device=device, generator=own, dtype=BF16).requires_grad_()
     d_out = torch.randn(T, H, device=device, generator=own, dtype=BF16)
@@ -179,10 +184,15 @@ def check(name, experts, leaves, device):
     rx, rgate, r1, r2 = dense
     scores = (rx @ rgate.T).gather(1, all_ids).sigmoid()
     weight = scores / scores.sum(-1, keepdim=True)
-    want = torch.zeros_like(rx)
+    # A rank's own projections; its tokens lie together.
+    down, up = ([p.float() for p in gathered(w.detach()).chunk(dist.get_world_size())] if w is not None else None for w in (layer.down, layer.up))
+    seen = rx if down is None else torch.cat([part @ d.T for part, d in zip(rx.chunk(len(down)), down)])
+    want = torch.zeros_like(seen)
     for e in range(E):
         t, k = torch.where(all_ids == e)
-        want = want.index_add(0, t, swiglu(rx[t] @ r1[e].T, weight[t, k]) @ r2[e].T)
+        want = want.index_add(0, t, swiglu(seen[t] @ r1[e].T, weight[t, k]) @ r2[e].T)
+    if up is not None:
+        want = torch.cat([part @ u.T for part, u in zip(want.chunk(len(up)), up)])
     want.backward(all_d.float())
     mine = slice(layer.rank * T, layer.rank * T + T)
     own_experts = slice(layer.rank * layer.L, (layer.rank + 1) * layer.L)
@@ -228,7 +238,9 @@ def measure(shape, variant, experts, leaves, iterations, device, per_gpu, load="
         ids, tokens = routes_of(load, T, K, E, per_gpu, device)
     T = T * per_gpu if ids is None else len(ids)
     evidence = "MoE module" if dist.get_world_size() > 1 else "MoE module, one process: nothing crosses a link"
-    layer = Layer(T, H, inner, E, K, experts, leaves, 1, device, ids)
+    latent = shape.get("latent", 0)
+    case += f" latent {latent}" if latent else ""
+    layer = Layer(T, H, inner, E, K, experts, leaves, 1, device, ids, latent)
     own = generator(device, 50 + layer.rank)
     x = torch.randn(T, H, device=device, generator=own, dtype=BF16).requires_grad_()
     d_out = torch.randn(T, H, device=device, generator=own, dtype=BF16)
@@ -260,8 +272,8 @@ def measure(shape, variant, experts, leaves, iterations, device, per_gpu, load="
         "value": round(median, 1), "spread": round(at(0.9) - at(0.1), 1), "floor": None, "target": None, "peers": {}, "evidence": evidence,
         "ranks": per_gpu * dist.get_world_size(), "gpus": dist.get_world_size(),
         "checked": True, "p50": round(median, 1), "p99": round(at(0.99), 1), "iterations": iterations,
-        "tflops": round(18 * tokens / dist.get_world_size() * K * H * inner / median * 1e-6, 1), "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2,
-        "shares": share,
+        "tflops": round(18 * tokens / dist.get_world_size() * K * (latent or H) * inner / median * 1e-6, 1),
+        "peak_bytes": int(extra), "input_bytes": 2 * x.numel() * 2, "shares": share,
         "kernel_us": round(kernel_us, 1), "host_waits": 1, "graph": False, "load": load, "torch_version": torch.__version__,
     }  # fmt: skip
 
@@ -310,6 +322,8 @@ def work(rank, args, shapes, port):
         if name in makers:
             experts, leaves = makers[name]
             errors = check(name, experts, leaves, device)
+            if any("latent" in shape for shape in shapes):
+                check(name + ", latent", experts, leaves, device, latent=64)
             if not leaves:  # the same in several calls, as with more experts than one call takes
                 check(name + " in parts", grouped_experts(swiglu, 3), leaves, device)
             say(f"{name}: equals the dense fp32 layer, relative norms " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))

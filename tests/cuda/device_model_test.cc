@@ -6,6 +6,7 @@
 
 #include "cuda/model_harness.h"
 #include "model/cuda/device_language_model.h"
+#include "model/cuda/device_memory.h"
 #include "ops/activation/cuda/activation_cuda.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/gemm/cuda/quantized_cuda.h"
@@ -54,7 +55,8 @@ class BothSides {
  public:
   static constexpr std::int64_t kSequences = 8, kMicroBatches = 2;
 
-  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false, Recipe recipe = Recipe::kF32, float global = 0)
+  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false, Recipe recipe = Recipe::kF32, float global = 0,
+                     std::size_t memory = 0)
       : W_(W),
         fabric_(make_single_fabric()),
         cpu(small_model(1, K, more, recipe, global), *fabric_, kSeed),
@@ -64,6 +66,7 @@ class BothSides {
     register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
     DeviceModelOptions options;
     options.B = kSequences / W, options.micro_batches = kMicroBatches, options.receive_factor = receive_factor, options.steps_in_flight = 4;
+    options.memory = memory;
     gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more, recipe, global), W, list, options);
     gpu->upload(gpu_states, 0);
   }
@@ -277,6 +280,52 @@ TEST(DeviceModel, EvaluationIsTheForwardLossAndChangesNothing) {
   EXPECT_FALSE(evaluation.overflowed);
   EXPECT_NEAR(evaluation.loss_sum / static_cast<double>(evaluation.tokens), cpu, 4e-3 * cpu);
   EXPECT_EQ(both.gpu_values(), before);
+}
+
+// Forms that take less memory: another order of work, the same numbers.
+TEST(DeviceModel, AModelThatMustFitLessMemoryHasTheSameBits) {
+  WB_NEEDS_GPU();
+  BothSides fast(2), small(2, 0, 2, false, Recipe::kF32, 0, /*memory=*/1);  // the smallest form there is
+  for (int step = 0; step < 3; ++step) EXPECT_EQ(fast.gpu_step(step).update.loss, small.gpu_step(step).update.loss) << step;
+  EXPECT_EQ(fast.gpu_values(), small.gpu_values());
+}
+
+TEST(DeviceModelMemory, TheFastestFormThatFitsIsTaken) {
+  ModelConfig config = small_model(2);
+  config.H = 512;
+  for (LayerConfig& layer : config.layers) {
+    if (layer.is_moe) layer.moe.H = config.H;
+  }
+  DeviceModelOptions options;
+  options.B = 32;
+  const auto total = [&](std::size_t memory) {
+    options.memory = memory;
+    return static_cast<std::size_t>(device_model_memory(config, 2, options).total());
+  };
+  const auto form = [&](std::size_t memory) {
+    options.memory = memory;
+    const MoeForm chosen = choose_moe_form(config, 2, options);
+    return std::pair(chosen.resend_rows, chosen.column_blocks);
+  };
+  const std::size_t fastest = total(0);
+  EXPECT_EQ(form(0), std::pair(false, 1));
+  EXPECT_EQ(form(fastest + 1), std::pair(false, 1));
+  EXPECT_EQ(form(fastest - 1), std::pair(true, 1));
+  const std::size_t resent = total(fastest - 1);
+  EXPECT_LT(resent, fastest);
+  EXPECT_EQ(form(resent - 1), std::pair(true, 2));
+  const std::size_t blocks = total(resent - 1);
+  EXPECT_LT(blocks, resent);
+  EXPECT_EQ(form(1), std::pair(true, 4));
+  EXPECT_LT(total(1), blocks);
+  // What a layer cannot do is left out for it.
+  MoeConfig moe = device_moe_config(config, config.layers[1], options);
+  EXPECT_EQ(moe_options(moe, {true, 4}).column_blocks, 4);
+  moe.expert_bias = true;
+  EXPECT_EQ(moe_options(moe, {true, 4}).column_blocks, 1);
+  EXPECT_TRUE(moe_options(moe, {true, 4}).resend_rows);
+  moe.expert_bias = false, moe.recipe.kind = Recipe::kFP8;
+  EXPECT_EQ(moe_options(moe, {true, 4}).column_blocks, 1);
 }
 
 TEST(DeviceModel, WhatIsNotThereIsRefusedByName) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forms of a step that differ in speed and memory alone: a combine beside dW1, blocks of columns; and first steps, whose kernels are loaded before.
+// Forms of a step that differ in speed and memory alone: a combine beside dW1, blocks of columns, the shared expert beside dispatch; and first steps, whose
+// kernels are loaded before.
 #include <gmock/gmock.h>
 
 #include <atomic>
@@ -109,6 +110,72 @@ TEST_P(MoeCudaForms, BlocksOfColumnsHaveTheSameBits) {
 TEST(MoeTwoGpus, BlocksOfColumnsHaveTheSameBits) {
   if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
   expect_bits_in_blocks(2, {0, 1});
+}
+
+// What the shared expert computes without a routed result, while rows travel: another stream, the same sums.
+void expect_bits_beside_dispatch(int P, const std::vector<int>& devices) {
+  using Rows = DeviceMoePolicy::Rows;
+  struct Variant {
+    std::int64_t latent;
+    DType out, gradient;
+    Recompute recompute;
+    Rows rows;
+    bool exact, resend;
+    int combine_sms;
+  };
+  const Variant variants[] = {
+      {0, DType::kBF16, DType::kBF16, Recompute::kNone, Rows::kAuto, false, false, 0},
+      {96, DType::kF32, DType::kF32, Recompute::kActivation, Rows::kGather, false, false, 0},
+      {0, DType::kBF16, DType::kF32, Recompute::kLayer, Rows::kAuto, false, true, 0},
+      {0, DType::kF32, DType::kBF16, Recompute::kNone, Rows::kPermute, true, true, 0},
+      {96, DType::kBF16, DType::kBF16, Recompute::kNone, Rows::kAuto, false, false, 32},
+  };
+  for (const Variant& v : variants) {
+    MoeConfig c = gpu_config(16, 4, 120, 328, 96);
+    c.latent = v.latent, c.shared_F = 200, c.recompute = v.recompute, c.overlap_shared = false;
+    const mt::Weights<float> w = bf16_weights(c, 3);
+    MoeGpuOptions options;
+    options.devices = devices, options.out_dtype = v.out, options.gradient_dtype = v.gradient, options.accumulate = v.gradient == DType::kF32;
+    options.layer.policy.gradient = v.rows, options.layer.policy.combine_sms = v.combine_sms;
+    options.layer.exact_sizes = v.exact, options.layer.resend_rows = v.resend;
+    GpuMoe reference(c, P, w, options);
+    c.overlap_shared = true;
+    bool was_beside = false;  // the shared expert's work was queued on another stream than the layer's
+    const CudaStream* main = nullptr;
+    options.layer.on_phase = [&](Phase phase, cudaStream_t stream) { was_beside |= phase == Phase::kShared && main != nullptr && stream != main->get(); };
+    GpuMoe gpu(c, P, w, options);
+    if (devices.size() == 1) main = &gpu.stream();
+    const std::string what = fmt::format("P {}, latent {}, recompute {}", P, v.latent, static_cast<int>(v.recompute));
+    for (std::uint64_t round = 0; round < 3; ++round) {
+      const mt::Batch batch = bf16_batch(c, even(P, round == 1 ? 0 : 120), 9 + round);
+      reference.upload(batch), reference.zero_gradients(), reference.step();
+      gpu.upload(batch), gpu.zero_gradients(), gpu.step();
+      ASSERT_EQ(gpu.first_error(), "");
+      const mt::Result want = reference.result();
+      expect_same_bits(want, gpu.result(), fmt::format("{}, round {}", what, round));
+    }
+    EXPECT_EQ(was_beside, devices.size() == 1) << what;
+    if (v.exact) continue;
+    gpu.zero_gradients(), reference.zero_gradients();
+    gpu.capture();
+    for (std::uint64_t round = 0; round < 8; ++round) {
+      const mt::Batch batch = bf16_batch(c, even(P, 120), 30 + round);
+      reference.upload(batch), reference.step();
+      gpu.upload_rows(batch), gpu.replay();
+      const mt::Result want = reference.result();
+      expect_same_bits(want, gpu.result(), fmt::format("{}, replay {}", what, round));
+    }
+  }
+}
+
+TEST_P(MoeCudaForms, TheSharedExpertBesideDispatchHasTheSameBits) {
+  WB_NEEDS_GPU();
+  expect_bits_beside_dispatch(GetParam(), {0});
+}
+
+TEST(MoeTwoGpus, TheSharedExpertBesideDispatchHasTheSameBits) {
+  if (all_devices(2).size() < 2) GTEST_SKIP() << "needs two GPUs";
+  expect_bits_beside_dispatch(2, {0, 1});
 }
 
 // One thread is late before every phase, so that the other one loads its kernels and makes its scratch while its GPU waits for the late one: nothing that it

@@ -228,6 +228,44 @@ TEST_P(MoeRecipe, RecomputeAndKeptWeightsHaveTheSameBits) {
   EXPECT_TRUE(mt::same_bits(kept.result().out, want.out)) << "evaluation";
 }
 
+// Forms that differ in the order of launches alone.
+TEST_P(MoeRecipe, ACombineBesideDW1AndASharedExpertBesideDispatchHaveTheSameBits) {
+  WB_NEEDS_GPU();
+  for (const std::int64_t latent : {0, 96}) {
+    for (const std::int64_t shared_F : {0, 64}) {
+      for (const bool bias : {false, true}) {
+        MoeConfig c = recipe_config(recipe(), 16, 4, 100);
+        c.latent = latent, c.shared_F = shared_F, c.expert_bias = bias, c.overlap_shared = false;
+        const mt::Weights<float> w = bf16_weights(c, 3);
+        MoeGpuOptions options;
+        GpuMoe reference(c, P(), w, options);
+        c.overlap_shared = true, options.layer.policy.combine_sms = 32;
+        bool was_beside = false;
+        const CudaStream* main = nullptr;
+        options.layer.on_phase = [&](Phase phase, cudaStream_t stream) { was_beside |= phase == Phase::kCombine && main != nullptr && stream != main->get(); };
+        GpuMoe gpu(c, P(), w, options);
+        main = &gpu.stream();
+        const std::string what = fmt::format("latent {}, shared {}, biases {}", latent, shared_F, bias);
+        for (std::uint64_t round = 0; round < 2; ++round) {
+          const mt::Batch batch = bf16_batch(c, even(P(), 100), 9 + round);
+          reference.upload(batch), reference.step();
+          gpu.upload(batch), gpu.step();
+          ASSERT_EQ(gpu.first_error(), "") << what;
+          const mt::Result want = reference.result();
+          expect_same_bits(want, gpu.result(), fmt::format("{}, round {}", what, round));
+        }
+        EXPECT_EQ(was_beside, recipe() != Recipe::kFP8 || shared_F == 0) << what;
+        gpu.capture();
+        const mt::Batch batch = bf16_batch(c, even(P(), 100), 21);
+        reference.upload(batch), reference.step();
+        gpu.upload_rows(batch), gpu.replay();
+        const mt::Result want = reference.result();
+        expect_same_bits(want, gpu.result(), what + ", replay");
+      }
+    }
+  }
+}
+
 // An expert's operands, blocks and random numbers depend on its rows and their order alone.
 TEST_P(MoeRecipe, WeightGradientsHaveTheBitsOfOneRank) {
   WB_NEEDS_GPU();

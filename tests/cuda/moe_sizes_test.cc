@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 
 #include "core/cuda/growable_buffer.h"
+#include "core/cuda/num_sms.h"
+#include "core/cuda/work_room.h"
 #include "cuda/moe_harness.h"
 #include "moe/warning_log.h"
 
@@ -121,6 +123,69 @@ TEST_P(MoeSizes, MemoryIsThatOfTheFullestStep) {
     EXPECT_LE(predicted.total(), worst.total() + 3 * unit) << "P = " << P;
   }
   EXPECT_THROW(gpu.capture(), Error);
+}
+
+// The prediction is what a step takes of its stream's room, under every recipe: no more, and no less.
+TEST(MoeSizesRoom, AStepTakesThePredictedRoomOfItsStream) {
+  WB_NEEDS_GPU();
+  for (const Recipe recipe : {Recipe::kBF16, Recipe::kFP8, Recipe::kMXFP8}) {
+    for (const std::int64_t shared_F : {0, 256}) {
+      MoeConfig c = gpu_config(8, 2, 2048, 256, 192);
+      c.recipe.kind = recipe, c.shared_F = shared_F;
+      GpuMoe gpu(c, 2, bf16_weights(c, 3), {});
+      gpu.upload(bf16_batch(c, tokens_of(2, 2048), 7));
+      std::vector<std::unique_ptr<CudaStream>> streams;  // until one whose handle no test before has used
+      do streams.push_back(std::make_unique<CudaStream>(0));
+      while (work_room(0, *streams.back()).bytes() > 0);
+      const CudaStream& stream = *streams.back();
+      gpu.forward(0, stream), gpu.backward(0, stream);
+      stream.synchronize();
+      const std::size_t predicted = DeviceMoeLayer::memory(c, 2, {}, 0, num_sms(0)).operations;
+      EXPECT_EQ(work_room(0, stream).bytes(), predicted) << to_string(recipe) << ", shared " << shared_F;
+    }
+  }
+}
+
+// A layer and a step take what was predicted, within 2%, under every recipe and form. In this process: other programs may use the GPU, too.
+TEST(MoeSizesRoom, ALayerTakesThePredictedMemory) {
+  WB_NEEDS_GPU();
+  register_moe_kernels();
+  const auto expect_predicted = [](const MoeConfig& c, const DeviceMoeOptions& options, const std::string& what) {
+    constexpr int P = 2;
+    const std::vector<int> devices{0};
+    CudaLocalGroup group(P, devices, DeviceMoeLayer::arena_bytes(c, P, options));
+    const AllocationTrace trace;
+    DeviceMoeLayer layer(
+        c, local_ranks(group, 0), 0, [&](const std::string& name, std::size_t bytes) { return group.window(name, bytes); }, options);
+    const DeviceMoeStep step = layer.make_step();
+    const DeviceMoeMemory predicted = DeviceMoeLayer::memory(c, P, options, 0, num_sms(0));
+    EXPECT_NEAR(static_cast<double>(trace.total_bytes()), static_cast<double>(P * (predicted.scratch + predicted.step)),
+                0.02 * static_cast<double>(trace.total_bytes()))
+        << what;
+  };
+  for (const Recipe recipe : {Recipe::kBF16, Recipe::kFP8, Recipe::kMXFP8, Recipe::kNVFP4}) {
+    for (const int form : {0, 1, 2, 3}) {
+      MoeConfig c = gpu_config(16, 4, 2048, 512, 256);
+      c.recipe.kind = recipe, c.shared_F = form == 1 ? 256 : 0, c.latent = form == 2 ? 256 : 0;
+      c.recompute = form == 2 ? Recompute::kLayer : Recompute::kNone;
+      DeviceMoeOptions options;
+      options.policy.combine_sms = form == 3 ? 32 : 0, options.policy.whole_x = form == 3, options.resend_rows = form == 1;
+      expect_predicted(c, options, fmt::format("{}, form {}", to_string(recipe), form));
+    }
+  }
+}
+
+TEST(MoeSizesRoom, SmallerGpusAndNarrowerTilesTakeLess) {
+  MoeConfig c = gpu_config(8, 2, 8192, 2048, 1024);  // partial tiles are more than the gate's operands
+  const auto room = [&](int num_sms) { return DeviceMoeLayer::memory(c, 2, {}, 0, num_sms).operations; };
+  const std::size_t whole = room(132), pcie = room(114);
+  EXPECT_LT(pcie, whole);
+  EXPECT_LE(room(16), pcie);
+  // Two tiles of 128 x 256 fp32 a unit, or of 128 x 192 under fp8.
+  const std::size_t units = 66 * 2 * 13 / 8 + 66;
+  EXPECT_EQ(whole, units * 2 * 128 * 256 * 4);
+  c.recipe.kind = Recipe::kFP8;
+  EXPECT_EQ(room(132), units * 2 * 128 * 192 * 4);
 }
 
 TEST(MoeSizesTwoGpus, ExactSizesHaveTheBitsOfBudgets) {

@@ -15,7 +15,7 @@
 namespace waybill::cli {
 namespace {
 
-constexpr const char* kKeys[] = {"name", "E", "K", "H", "F", "T", "P", "score", "renormalise", "scaling_factor", "num_groups", "num_kept_groups"};
+constexpr const char* kKeys[] = {"name", "E", "K", "H", "F", "T", "P", "latent", "score", "renormalise", "scaling_factor", "num_groups", "num_kept_groups"};
 
 ScoreFunction score_of(const std::string& name, const std::string& where) {
   if (name == "softmax") return ScoreFunction::kSoftmax;
@@ -44,6 +44,7 @@ BenchShape read_shape(const toml::table& table, const std::string& path) {
   shape.H = size("H");
   shape.F = size("F");
   shape.T = size("T");
+  shape.latent = table["latent"].value_or(std::int64_t{0});
   shape.P = static_cast<int>(size("P"));
   shape.router.score = score_of(table["score"].value_or(std::string("softmax")), where);
   shape.router.renormalise = table["renormalise"].value_or(true);
@@ -97,6 +98,7 @@ BenchShape BenchOptions::resolve() const {
     if (candidate.name == shape) result = candidate;
   }
   WB_CHECK(result.E > 0, "no shape '{}' in {}, known are {}", shape, path, fmt::join(names, ", "));
+  WB_CHECK(result.latent == 0, "the shape {} has a latent width ({}): it is for `waybill bench moe --device cuda`", shape, result.latent);
   const auto replace = [](auto& target, auto value) {
     if (value > 0) target = static_cast<std::decay_t<decltype(target)>>(value);
   };

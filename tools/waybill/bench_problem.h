@@ -14,6 +14,7 @@ namespace waybill::cli {
 struct BenchShape {
   std::string name = "custom";
   std::int64_t E = 0, K = 0, H = 0, F = 0, T = 0;
+  std::int64_t latent = 0;  // of the rows that experts see; 0: H
   int P = 1;
   RouterConfig router{};  // E and K included
 };

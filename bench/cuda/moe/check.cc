@@ -12,8 +12,12 @@
 namespace waybill::cuda::moe_bench {
 namespace {
 
-std::vector<TensorView> results_of(const RankTensors& t) { return {t.out, t.dx, t.gradients.gate, t.gradients.w1, t.gradients.w2}; }
-constexpr const char* kNames[] = {"out", "dx", "d_gate", "dw1", "dw2"};
+std::vector<TensorView> results_of(const RankTensors& t) {
+  std::vector<TensorView> all{t.out, t.dx, t.gradients.gate, t.gradients.w1, t.gradients.w2};
+  if (t.gradients.latent_down) all.push_back(t.gradients.latent_down), all.push_back(t.gradients.latent_up);
+  return all;
+}
+constexpr const char* kNames[] = {"out", "dx", "d_gate", "dw1", "dw2", "d_latent_down", "d_latent_up"};
 std::size_t bytes_of(const TensorView& view) { return static_cast<std::size_t>(view.size()) * size_bytes(view.dtype); }
 
 // bf16 values [from, from + count) of a device tensor.
@@ -33,6 +37,20 @@ double relative(const std::vector<double>& got, const std::vector<double>& want)
   return std::sqrt(difference / size);
 }
 
+// matrix [rows, columns] times v, rounded to bf16 as the layer's rows are; transposed: v times it.
+std::vector<double> rounded_product(const TensorView& matrix, const std::vector<double>& v, bool transposed) {
+  const std::int64_t rows = matrix.shape[0], columns = matrix.shape[1];
+  const std::vector<double> m = doubles(matrix, 0, rows * columns);
+  std::vector<double> product(static_cast<std::size_t>(transposed ? columns : rows));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const double* row = &m[static_cast<std::size_t>(r * columns)];
+    if (!transposed) product[static_cast<std::size_t>(r)] = dot(row, v.data(), columns);
+    for (std::int64_t c = 0; transposed && c < columns; ++c) product[static_cast<std::size_t>(c)] += row[c] * v[static_cast<std::size_t>(r)];
+  }
+  for (double& value : product) value = static_cast<double>(bf16::to_float(bf16::from_float(static_cast<float>(value))));
+  return product;
+}
+
 // One expert on one token: y = W2 a without the weight, and what the backward pass needs.
 struct ExpertWork {
   std::int64_t expert = 0;
@@ -41,7 +59,7 @@ struct ExpertWork {
 };
 
 void run_expert(Problem& problem, ExpertWork& work, const std::vector<double>& x, const std::vector<double>& d_out) {
-  const std::int64_t H = problem.shape().H, F = problem.shape().F, L = problem.L(), local = work.expert % L;
+  const std::int64_t H = problem.shape().row_width(), F = problem.shape().F, L = problem.L(), local = work.expert % L;
   RankTensors& owner = problem.rank(static_cast<int>(work.expert / L));
   const std::vector<double> w1 = doubles(owner.weights.w1, local * 2 * F * H, 2 * F * H), w2 = doubles(owner.weights.w2, local * H * F, H * F);
   const auto n = [](std::int64_t v) { return static_cast<std::size_t>(v); };
@@ -147,18 +165,22 @@ TokenErrors check_token(Problem& problem, int r, std::int64_t t) {
   const std::vector<double> x = doubles(tensors.x, t * H, H), d_out = doubles(tensors.d_out, t * H, H);
   const std::vector<double> gate = doubles(tensors.weights.gate, 0, problem.shape().E * H);
   std::vector<ExpertWork> experts = choose(problem, tensors, t, x, gate);
+  const bool is_latent = problem.shape().latent > 0;
+  const std::vector<double> row = is_latent ? rounded_product(tensors.weights.latent_down, x, false) : x;
+  const std::vector<double> d_row = is_latent ? rounded_product(tensors.weights.latent_up, d_out, true) : d_out;
   std::vector<std::thread> threads;
-  for (ExpertWork& work : experts) threads.emplace_back([&] { run_expert(problem, work, x, d_out); });
+  for (ExpertWork& work : experts) threads.emplace_back([&] { run_expert(problem, work, row, d_row); });
   for (std::thread& thread : threads) thread.join();
-  std::vector<double> out(static_cast<std::size_t>(H)), dx(static_cast<std::size_t>(H));
+  std::vector<double> out(row.size()), dx(row.size());
   double mean = 0, sum = 0;
   for (const ExpertWork& work : experts) mean += work.weight * work.d_weight, sum += work.score;
   for (const ExpertWork& work : experts) {
+    for (std::size_t i = 0; i < row.size(); ++i) out[i] += work.weight * work.y[i], dx[i] += work.dx[i];
+  }
+  if (is_latent) out = rounded_product(tensors.weights.latent_up, out, false), dx = rounded_product(tensors.weights.latent_down, dx, true);
+  for (const ExpertWork& work : experts) {
     const double d_logit = (work.d_weight - mean) / sum * work.score * (1 - work.score);
-    for (std::int64_t h = 0; h < H; ++h) {
-      const auto i = static_cast<std::size_t>(h);
-      out[i] += work.weight * work.y[i], dx[i] += work.dx[i] + d_logit * gate[static_cast<std::size_t>(work.expert * H + h)];
-    }
+    for (std::int64_t h = 0; h < H; ++h) dx[static_cast<std::size_t>(h)] += d_logit * gate[static_cast<std::size_t>(work.expert * H + h)];
   }
   return {relative(doubles(tensors.out, t * H, H), out), relative(doubles(tensors.dx, t * H, H), dx)};
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/cuda/moe/problem.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <fstream>
@@ -73,13 +75,15 @@ std::vector<Shape> read_shapes(const std::string& path) {
     const std::string key = trimmed(line.substr(0, equals)), value = trimmed(line.substr(equals + 1));
     Shape& s = shapes.back();
     if (key == "name") s.name = value;
-    const std::pair<const char*, std::int64_t*> sizes[] = {{"T", &s.T}, {"H", &s.H}, {"F", &s.F}, {"E", &s.E}, {"K", &s.K}};
+    const std::pair<const char*, std::int64_t*> sizes[] = {{"T", &s.T}, {"H", &s.H}, {"F", &s.F}, {"E", &s.E}, {"K", &s.K}, {"latent", &s.latent}};
     for (const auto& [name, size] : sizes) {
       if (key == name) *size = std::stoll(value);
     }
   }
   return shapes;
 }
+
+std::string Shape::label() const { return fmt::format("{} T{} H{} F{} E{} K{}{}", name, T, H, F, E, K, latent > 0 ? fmt::format(" latent {}", latent) : ""); }
 
 Problem::Problem(const Shape& shape, int P, const std::vector<int>& devices, const std::string& load, bool f32_gradients)
     : shape_(shape), P_(P), devices_(devices), load_(load) {
@@ -110,18 +114,22 @@ Problem::Problem(const Shape& shape, int P, const std::vector<int>& devices, con
 }
 
 void Problem::fill_rank(RankTensors& t, bool f32_gradients) {
-  const std::int64_t T = t.T, H = shape_.H, F = shape_.F, E = shape_.E, local = L();
+  const std::int64_t T = t.T, H = shape_.H, W = shape_.row_width(), F = shape_.F, E = shape_.E, local = L();
   const DType wide = f32_gradients ? DType::kF32 : DType::kBF16;
   for (TensorView* view : {&t.x, &t.d_out, &t.out, &t.dx}) *view = tensor(t, DType::kBF16, {T, H});
   t.weights.gate = tensor(t, DType::kBF16, {E, H}), t.gradients.gate = tensor(t, DType::kF32, {E, H});
-  t.weights.w1 = tensor(t, DType::kBF16, {local, 2 * F, H}), t.gradients.w1 = tensor(t, wide, {local, 2 * F, H});
-  t.weights.w2 = tensor(t, DType::kBF16, {local, H, F}), t.gradients.w2 = tensor(t, wide, {local, H, F});
+  t.weights.w1 = tensor(t, DType::kBF16, {local, 2 * F, W}), t.gradients.w1 = tensor(t, wide, {local, 2 * F, W});
+  t.weights.w2 = tensor(t, DType::kBF16, {local, W, F}), t.gradients.w2 = tensor(t, wide, {local, W, F});
   const auto normal = [&](const TensorView& view, int seed, double scale) {
     fill_normal(view.data, DType::kBF16, static_cast<std::size_t>(view.size()), static_cast<std::uint64_t>(seed * 64 + t.rank), static_cast<float>(scale),
                 nullptr);
   };
   normal(t.x, 1, 1), normal(t.d_out, 2, 1);
-  normal(t.weights.w1, 3, 1 / std::sqrt(static_cast<double>(H))), normal(t.weights.w2, 4, 1 / std::sqrt(static_cast<double>(F)));
+  normal(t.weights.w1, 3, 1 / std::sqrt(static_cast<double>(W))), normal(t.weights.w2, 4, 1 / std::sqrt(static_cast<double>(F)));
+  if (shape_.latent == 0) return;
+  t.weights.latent_down = tensor(t, DType::kBF16, {W, H}), t.gradients.latent_down = tensor(t, wide, {W, H});
+  t.weights.latent_up = tensor(t, DType::kBF16, {H, W}), t.gradients.latent_up = tensor(t, wide, {H, W});
+  normal(t.weights.latent_down, 5, 1 / std::sqrt(static_cast<double>(H))), normal(t.weights.latent_up, 6, 1 / std::sqrt(static_cast<double>(W)));
 }
 
 std::vector<RankTensors*> Problem::on(int device) {
@@ -140,7 +148,7 @@ RouterConfig Problem::router() const {
 
 MoeConfig Problem::layer_config(double receive_factor) const {
   MoeConfig c;
-  c.H = shape_.H, c.F = shape_.F, c.E = shape_.E, c.K = shape_.K, c.router = router();
+  c.H = shape_.H, c.F = shape_.F, c.E = shape_.E, c.K = shape_.K, c.router = router(), c.latent = shape_.latent;
   c.T_max = T_max_, c.mode = ExchangeMode::kCaptured, c.receive_factor = receive_factor;
   c.combine_wire = CombineWire::kBF16, c.recipe.kind = Recipe::kBF16;
   return c;

@@ -15,6 +15,9 @@ namespace waybill::cuda::moe_bench {
 struct Shape {
   std::string name;
   std::int64_t T = 0, H = 0, F = 0, E = 0, K = 0;  // T: tokens a rank
+  std::int64_t latent = 0;                         // of the rows that experts see; 0: H. The library's layer alone does that
+  std::int64_t row_width() const { return latent > 0 ? latent : H; }
+  std::string label() const;  // "name T8192 H2048 F512 E512 K10"
 };
 // The [[shape]] tables of bench/shapes/moe.toml (keys this benchmark knows; others are passed over).
 std::vector<Shape> read_shapes(const std::string& path);
@@ -60,7 +63,8 @@ class Problem {
   std::int64_t hottest_rank_rows() const;
   // Matmuls of the experts on valid rows: gate, up and down, 2 operations a multiply-add, once forward and twice backward; mean of the GPUs.
   double flops() const {
-    return 18.0 * static_cast<double>(routes()) / static_cast<double>(devices_.size()) * static_cast<double>(shape_.H) * static_cast<double>(shape_.F);
+    return 18.0 * static_cast<double>(routes()) / static_cast<double>(devices_.size()) * static_cast<double>(shape_.row_width()) *
+           static_cast<double>(shape_.F);
   }
   // Inputs and results of the layer (x, d_out, out, dx) on the GPU with the most of them: what every stack needs besides.
   std::size_t activation_bytes() const;

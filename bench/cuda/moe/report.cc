@@ -44,37 +44,37 @@ void Report::add(const Problem& problem, const Row& row, double dense_tflops) {
                                  : std::string();
   fmt::print(
       file_,
-      "{{\"op\":\"moe fwd+bwd\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
+      "{{\"op\":\"moe fwd+bwd\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
       "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"{}\",\"ranks\":{},\"gpus\":{},\"checked\":true,\"p50\":{:.1f},\"p99\":{:.1f},"
       "\"iterations\":{},"
       "\"tflops\":{:.1f},\"of_dense\":{:.3f},\"peak_bytes\":{},\"predicted_bytes\":{},\"exact_bytes\":{},\"shares\":{{{}}},\"exchange_share\":{},\"exchange_"
       "with_hidden\":{},\"host_waits\":{},"
       "\"graph\":{},\"load\":\"{}\",\"computed_rows\":{},\"dropped\":{},\"error\":{:.2e},\"hottest_over_mean\":{:.3f}{}}}\n",
-      c.name, c.T, c.H, c.F, c.E, c.K, row.variant, row.times.p50, row.times.p90 - row.times.p10, problem.evidence(), problem.P(), problem.devices().size(),
-      row.times.p50, row.times.p99, row.times.iterations, tflops, tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares,
+      c.label(), row.variant, row.times.p50, row.times.p90 - row.times.p10, problem.evidence(), problem.P(), problem.devices().size(), row.times.p50,
+      row.times.p99, row.times.iterations, tflops, tflops / dense_tflops, row.bytes, row.predicted_bytes, row.exact_bytes, shares,
       all > 0 ? fmt::format("{:.4f}", share) : "null", all > 0 ? fmt::format("{:.4f}", whole) : "null", row.host_waits, row.captured ? "true" : "false",
       problem.load(), row.computed_rows, row.dropped, row.error,
       static_cast<double>(problem.hottest_rank_rows()) * problem.P() / static_cast<double>(problem.routes()), counts);
   std::fflush(file_), std::fflush(stdout);
 }
 
-void Report::add_control(const std::string& op, const Problem& problem, const std::string& variant, double us, double spread, double flops) {
+void Report::add_control(const std::string& op, const Problem& problem, const std::string& variant, double us, double spread, int calls, double flops) {
   const Shape& c = problem.shape();
   fmt::print("    {:<56} {:9.1f} us [{:.1f}]  {:6.1f} TFLOP/s\n", variant, us, spread, flops / us * 1e-6);
   fmt::print(file_,
-             "{{\"op\":\"{}\",\"case\":\"{} T{} H{} F{} E{} K{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
-             "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},\"p99\":null,\"iterations\":60,"
+             "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"{}\",\"metric\":\"time\",\"unit\":\"us\",\"value\":{:.1f},\"spread\":{:.1f},"
+             "\"floor\":null,\"target\":null,\"peers\":{{}},\"evidence\":\"kernel\",\"checked\":true,\"p50\":{:.1f},\"p99\":null,\"iterations\":{},"
              "\"kernel_tflops\":{:.1f},\"load\":\"{}\"}}\n",
-             op, c.name, c.T, c.H, c.F, c.E, c.K, variant, us, spread, us, flops / us * 1e-6, problem.load());
+             op, c.label(), variant, us, spread, us, calls, flops / us * 1e-6, problem.load());
   std::fflush(file_), std::fflush(stdout);
 }
 
-void Report::add_rate(const std::string& op, const std::string& name, double value, const std::string& unit) {
+void Report::add_rate(const std::string& op, const std::string& name, double value, const std::string& unit, int calls) {
   fmt::print("{}: {:.2f} {}\n", name, value, unit);
   fmt::print(file_,
              "{{\"op\":\"{}\",\"case\":\"{}\",\"variant\":\"\",\"metric\":\"rate\",\"unit\":\"{}\",\"value\":{:.2f},\"spread\":null,\"floor\":null,"
-             "\"target\":null,\"peers\":{{}},\"evidence\":\"{}\",\"checked\":true,\"p50\":{:.2f},\"p99\":null,\"iterations\":50}}\n",
-             op, name, unit, value, op == "dense" ? "kernel" : "MoE module", value);
+             "\"target\":null,\"peers\":{{}},\"evidence\":\"{}\",\"checked\":true,\"p50\":{:.2f},\"p99\":null,\"iterations\":{}}}\n",
+             op, name, unit, value, op == "dense" ? "kernel" : "MoE module", value, calls);
   std::fflush(file_);
 }
 

@@ -30,9 +30,9 @@ class Report {
   Report(const Report&) = delete;
   Report& operator=(const Report&) = delete;
   void add(const Problem& problem, const Row& row, double dense_tflops);
-  // A kernel by itself.
-  void add_control(const std::string& op, const Problem& problem, const std::string& variant, double us, double spread, double flops);
-  void add_rate(const std::string& op, const std::string& name, double value, const std::string& unit);
+  // A kernel by itself; calls: how many the median is of.
+  void add_control(const std::string& op, const Problem& problem, const std::string& variant, double us, double spread, int calls, double flops);
+  void add_rate(const std::string& op, const std::string& name, double value, const std::string& unit, int calls);
 
  private:
   std::FILE* file_;

@@ -2,6 +2,7 @@
 // The library's layer.
 #include "bench/cuda/moe/stack.h"
 #include "core/cuda/cuda_error.h"
+#include "core/cuda/num_sms.h"
 #include "moe/cuda/device_moe.h"
 
 namespace waybill::cuda::moe_bench {
@@ -98,7 +99,8 @@ class SparseStack final : public Stack {
 
 std::size_t sparse_bytes(const StackOptions& options, Problem& problem, double factor) {
   const std::int64_t slots = options.exact ? problem.hottest_rank_rows() : 0;
-  const DeviceMoeMemory m = DeviceMoeLayer::memory(config_of(options, problem, factor), problem.P(), layer_options(options), slots);
+  const DeviceMoeMemory m =
+      DeviceMoeLayer::memory(config_of(options, problem, factor), problem.P(), layer_options(options), slots, num_sms(problem.devices()[0]));
   return static_cast<std::size_t>(problem.ranks_per_gpu()) * (m.windows + m.scratch + m.step) + m.operations;
 }
 

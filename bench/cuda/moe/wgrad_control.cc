@@ -80,7 +80,7 @@ void run_wgrad_control(const Problem& problem, Report& report) {
   const Shape& s = problem.shape();
   const DeviceGuard guard(problem.devices()[0]);
   for (const bool is_first : {true, false}) {
-    const Control control(problem, is_first ? 2 * s.F : s.H, is_first ? s.H : s.F);
+    const Control control(problem, is_first ? 2 * s.F : s.row_width(), is_first ? s.row_width() : s.F);
     for (const bool adds : {false, true}) {
       std::vector<Variant> variants{
           {"in order (default)", -1}, {"as they come, groups whole", 0}, {"as they come, slices of 16 blocks", 16}, {"as they come, slices of 8 blocks", 8}};
@@ -99,7 +99,8 @@ void run_wgrad_control(const Problem& problem, Report& report) {
       const std::string what = fmt::format("{} {}", is_first ? "dW1" : "dW2", adds ? "f32 +=" : "bf16");
       for (Variant& v : variants) {
         std::sort(v.us.begin(), v.us.end());
-        report.add_control("control: order of wgrad", problem, what + ", " + v.name, v.us[kRounds / 2], v.us.back() - v.us.front(), control.flops());
+        report.add_control("control: order of wgrad", problem, what + ", " + v.name, v.us[kRounds / 2], v.us.back() - v.us.front(), kRounds * kCalls,
+                           control.flops());
       }
       double best = variants[1].us[kRounds / 2];
       for (std::size_t i = 2; i < variants.size(); ++i) best = std::min(best, variants[i].us[kRounds / 2]);

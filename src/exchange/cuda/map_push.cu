@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dense maps: this rank's rows of the map and of the weights, made from its routes or its caller's cells, to every rank.
 //
-// Grid (132, ranks), 256 threads, a warp a token. A row that names an expert twice has its weights summed in order of k. Barriers before (the peers have
+// Grid (SMs, ranks), 256 threads, a warp a token. A row that names an expert twice has its weights summed in order of k. Barriers before (the peers have
 // read the former map) and after are launches of their own. Bytes over the links: 5 T E to each peer.
+#include "core/cuda/num_sms.h"
 #include "exchange/cuda/map_kernels.h"
 #include "exchange/cuda/plan_tile.cuh"
 
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) exchange_map_push(const __grid_const
 }  // namespace
 
 void launch_map_push(const ExchangeParams& q, const MapWindows& map, cudaStream_t stream) {
-  launch_ranks(exchange_map_push, 132, kThreads, 0, false, stream, q, map);
+  launch_ranks(exchange_map_push, num_sms(), kThreads, 0, false, stream, q, map);
 }
 
 }  // namespace waybill::cuda

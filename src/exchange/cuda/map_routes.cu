@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dense maps: d_weights [T, K] of routes out of d_map [T, E]; routes that name an expert twice both get its value. A thread a route.
+#include "core/cuda/num_sms.h"
 #include "exchange/cuda/map_kernels.h"
 #include "exchange/cuda/plan_tile.cuh"
 
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) exchange_map_routes(const __grid_con
 }  // namespace
 
 void launch_map_routes(const ExchangeParams& q, cudaStream_t stream) {
-  launch_ranks(q.shape.id_bytes == 2 ? exchange_map_routes<std::int16_t> : exchange_map_routes<std::int32_t>, 132, kThreads, 0, false, stream, q);
+  launch_ranks(q.shape.id_bytes == 2 ? exchange_map_routes<std::int16_t> : exchange_map_routes<std::int32_t>, num_sms(), kThreads, 0, false, stream, q);
 }
 
 }  // namespace waybill::cuda

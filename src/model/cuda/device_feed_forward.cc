@@ -14,11 +14,14 @@ constexpr ActivationConfig kSwiGLU{};
 
 }  // namespace
 
-void DevicePart::make_experts(const std::vector<MoeConfig>& configs, const LocalRanks& ranks, const BookWindow& book) {
+void DevicePart::make_experts(const std::vector<MoeConfig>& configs, const std::vector<DeviceMoeOptions>& forms, const LocalRanks& ranks,
+                              const BookWindow& book) {
   experts_.clear();
   for (const MoeConfig& config : configs) {
-    DeviceMoeOptions options;
-    options.on_phase = [this](Phase phase, cudaStream_t) { mark(phase); };
+    DeviceMoeOptions options = forms.at(experts_.size());
+    options.on_phase = [this](Phase phase, cudaStream_t stream) {
+      if (stream == stream_.get()) mark(phase);  // what runs beside it is in no time of its own
+    };
     Experts& e = experts_.emplace_back();
     e.layer = std::make_unique<DeviceMoeLayer>(config, ranks, share_.device, book, options);
     e.step = e.layer->make_step();

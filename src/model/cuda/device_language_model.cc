@@ -4,7 +4,9 @@
 #include <algorithm>
 
 #include "core/cuda/cuda_error.h"
+#include "model/cuda/device_memory.h"
 #include "ops/model/cuda/model_kernels.h"
+#include "waybill/log.h"
 
 namespace waybill::cuda {
 namespace {
@@ -98,8 +100,17 @@ void DeviceLanguageModel::make_experts() {
   const std::vector<MoeConfig> configs = moe_configs();
   if (configs.empty()) return;
   waits_before_.assign(configs.size(), {});
+  const MoeForm form = choose_moe_form(config_, W_, options_);
+  if (form.resend_rows) {
+    log(LogLevel::kInfo, fmt::format("MoE layers send rows again in backward{} to fit {} bytes of a GPU",
+                                     form.column_blocks > 1 ? fmt::format(" and work in {} blocks of columns", form.column_blocks) : "", options_.memory));
+  }
   std::size_t bytes = 0;
-  for (const MoeConfig& config : configs) bytes += DeviceMoeLayer::arena_bytes(config, W_);
+  std::vector<DeviceMoeOptions> forms;
+  for (const MoeConfig& config : configs) {
+    forms.push_back(moe_options(config, form));
+    bytes += DeviceMoeLayer::arena_bytes(config, W_, forms.back());
+  }
   for (const auto& part : parts_) part->drop_experts();
   group_.reset();
   group_ = std::make_unique<CudaLocalGroup>(W_, options_.devices, bytes);
@@ -111,7 +122,7 @@ void DeviceLanguageModel::make_experts() {
       if (d == 0) offsets.push_back(group_->window(name, size));
       return offsets.at(next++);
     };
-    parts_[d]->make_experts(configs, local_ranks(*group_, options_.devices[d]), book);
+    parts_[d]->make_experts(configs, forms, local_ranks(*group_, options_.devices[d]), book);
   }
 }
 

@@ -23,6 +23,9 @@ struct DeviceModelOptions {
   std::int64_t micro_batches = 1;  // of a step
   int steps_in_flight = 1;         // most steps that are queued and not yet read
   double receive_factor = 0;       // of every MoE layer; 0 = worst case
+  // Bytes of a GPU that the model may take: MoE layers take the fastest forms that fit by the prediction (device_memory.h), or the smallest. Same bits. 0: the
+  // fastest.
+  std::size_t memory = 0;
 };
 
 // A MoE layer of the model as DeviceMoeLayer takes it.

@@ -2,7 +2,9 @@
 #include "model/cuda/device_memory.h"
 
 #include <algorithm>
+#include <iterator>
 
+#include "core/cuda/num_sms.h"
 #include "ops/model/cuda/model_kernels.h"
 
 namespace waybill::cuda {
@@ -40,9 +42,9 @@ double part_scratch(const ModelConfig& c, double T) {
   return sum + 6 * real(logit_rows * c.vocab);
 }
 
-}  // namespace
+constexpr MoeForm kForms[] = {{false, 1}, {true, 1}, {true, 2}, {true, 3}, {true, 4}};
 
-GpuMemoryEstimate device_model_memory(const ModelConfig& config, int W, const DeviceModelOptions& options) {
+GpuMemoryEstimate memory_with(const ModelConfig& config, int W, const DeviceModelOptions& options, const MoeForm& form) {
   GpuMemoryEstimate m;
   const auto num_gpus = static_cast<int>(options.devices.size());
   m.num_ranks = W / num_gpus;
@@ -56,13 +58,34 @@ GpuMemoryEstimate device_model_memory(const ModelConfig& config, int W, const De
   for (const LayerConfig& layer : config.layers) {
     m.activations += layer_bytes(config, layer, T, m.num_ranks);
     if (!layer.is_moe) continue;
-    const DeviceMoeMemory moe = DeviceMoeLayer::memory(device_moe_config(config, layer, options), W);
+    const MoeConfig moe_config = device_moe_config(config, layer, options);
+    const DeviceMoeMemory moe = DeviceMoeLayer::memory(moe_config, W, moe_options(moe_config, form), 0, num_sms_or(132));
     m.moe_windows += static_cast<double>(moe.windows) * m.num_ranks, m.moe_steps += static_cast<double>(moe.step) * m.num_ranks;
     m.scratch += static_cast<double>(moe.scratch) * m.num_ranks;
     operations = std::max(operations, static_cast<double>(moe.operations));  // one stream: all layers share it
   }
   m.scratch += operations;
   return m;
+}
+
+}  // namespace
+
+DeviceMoeOptions moe_options(const MoeConfig& config, const MoeForm& form) {
+  DeviceMoeOptions options;
+  options.resend_rows = form.resend_rows;
+  if (!config.recipe.is_blocked() && !config.expert_bias) options.column_blocks = form.column_blocks;
+  return options;
+}
+
+MoeForm choose_moe_form(const ModelConfig& config, int W, const DeviceModelOptions& options) {
+  for (const MoeForm& form : kForms) {
+    if (options.memory == 0 || memory_with(config, W, options, form).total() <= static_cast<double>(options.memory)) return form;
+  }
+  return *std::rbegin(kForms);
+}
+
+GpuMemoryEstimate device_model_memory(const ModelConfig& config, int W, const DeviceModelOptions& options) {
+  return memory_with(config, W, options, choose_moe_form(config, W, options));
 }
 
 }  // namespace waybill::cuda

@@ -32,7 +32,7 @@ class DevicePart {
   DevicePart(const ModelConfig& config, const model::ParameterList& list, const DeviceShare& share, std::int64_t B, int inputs_in_flight);
 
   // MoE layers for these budgets, with windows from `book`; the former ones go. Waits.
-  void make_experts(const std::vector<MoeConfig>& configs, const LocalRanks& ranks, const BookWindow& book);
+  void make_experts(const std::vector<MoeConfig>& configs, const std::vector<DeviceMoeOptions>& forms, const LocalRanks& ranks, const BookWindow& book);
   void drop_experts() { experts_.clear(); }
 
   // A micro-batch: tokens of this GPU's ranks. The host memory is free again when `inputs_in_flight` further batches have been loaded.

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "core/cuda/num_sms.h"
 #include "moe/cuda/step_rows.h"
 
 namespace waybill::cuda {
@@ -12,7 +13,7 @@ __global__ void __launch_bounds__(256) moe_clear_invalid(const HandleHeader* hea
 }  // namespace
 
 void launch_clear_invalid(const HandleHeader* header, float* values, std::int64_t count, cudaStream_t stream) {
-  moe_clear_invalid<<<132, 256, 0, stream>>>(header, values, count);
+  moe_clear_invalid<<<static_cast<unsigned>(num_sms()), 256, 0, stream>>>(header, values, count);
 }
 
 }  // namespace waybill::cuda

@@ -5,6 +5,7 @@
 
 #include "core/cuda/cuda_error.h"
 #include "core/cuda/dense_matmul.h"
+#include "core/cuda/num_sms.h"
 #include "core/cuda/work_room.h"
 #include "moe/cuda/device_moe_impl.h"
 #include "moe/etp.h"
@@ -69,7 +70,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
     placement.rank_table = rank_table.data(), placement.local_table = local_table.data();
   }
   exchange = make_exchange(exchange_config, placement, options.rail, ranks, device, exchange_windows, options.exchange, map_room);
-  WB_TRY_CUDA(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
+  sm_count = num_sms(device);
   const DeviceGuard guard(device);  // events belong to the device that is current
   forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
   S = exchange->budget().padded_slots, R = exchange->budget().rows;
@@ -88,8 +89,8 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
 }
 
 // Work of a phase beside the caller's stream; the end: kOther.
-void DeviceMoeLayer::Impl::mark_beside(Phase phase) {
-  if (options.on_phase && !Rehearsal::is_on()) options.on_phase(phase, beside);
+void DeviceMoeLayer::Impl::mark_beside(Phase phase, cudaStream_t stream) {
+  if (options.on_phase && !Rehearsal::is_on()) options.on_phase(phase, stream);
 }
 
 // A range of each phase for profilers; it costs nothing where none listens.
@@ -144,7 +145,8 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
     impl_->set_routes(saved, i, x[i].shape[0]);
   }
   // At once: a room that grew from operation to operation would leave smaller ones behind.
-  if (options.training) work_room(impl_->where.index, stream).reserve(operations_bytes(impl_->config, impl_->S), /*zero=*/false, impl_->where.index, stream);
+  if (options.training)
+    work_room(impl_->where.index, stream).reserve(operations_bytes(impl_->config, impl_->S, impl_->sm_count), /*zero=*/false, impl_->where.index, stream);
   impl_->prepare(f);
   impl_->forward(f);
 }

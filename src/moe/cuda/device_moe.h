@@ -41,8 +41,9 @@ struct DeviceMoePolicy {
   Rows forward = Rows::kAuto;   // how the first matmul finds its rows: through a list, or from a copy in expert order
   Rows gradient = Rows::kAuto;  // the same for the matmuls of backward; with column_blocks of dW1 alone
   // SMs of a combine of dx that runs beside the gradient of the first weights, which does not need it; 0: one after the other. The matmul takes these SMs as
-  // they get free. Copied rows then take turns in the memory of `a`, in blocks of columns; whole_x: they have a buffer of their own, bf16 [S, row width]. bf16
-  // only. Without effect with resend_rows, whose rows lie where partials go, with column_blocks, and between nodes, whose combine sends over rails.
+  // they get free. Copied rows then take turns in the memory of `a`, in blocks of columns; whole_x: they have a buffer of their own, bf16 [S, row width]. fp8:
+  // x along the slots has one, bytes [S, row width]. Without effect with resend_rows, whose rows lie where partials go, with column_blocks, between nodes,
+  // whose combine sends over rails, and under fp8 with a shared expert, whose operands take turns with those of dW1.
   int combine_sms = 0;
   bool whole_x = false;
 };
@@ -113,7 +114,7 @@ struct DeviceMoeMemory {
   std::size_t windows = 0;  // in the arena, those of all steps included
   std::size_t scratch = 0;  // of the layer
   std::size_t step = 0;     // of one step, without its window
-  // What the matmuls and the gate allocate for a stream at its first step, as they do on a GPU of 132 SMs; other layers on the stream share it.
+  // What the matmuls and the gate allocate for a stream at its first step, on a GPU of `num_sms` SMs; other layers on the stream share it.
   std::size_t operations = 0;
   std::size_t total() const { return windows + scratch + step + operations; }
 };
@@ -153,8 +154,9 @@ class DeviceMoeLayer {
 
   // What an arena must hold for the windows, and what a rank will use; needs no GPU.
   static std::size_t arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options = {});
-  // exact_slots: with exact_sizes, the most slots that a rank gets in one step; 0 = the mean, T_max K (P ranks, L experts each).
-  static DeviceMoeMemory memory(const MoeConfig& config, int P, const DeviceMoeOptions& options = {}, std::int64_t exact_slots = 0);
+  // exact_slots: with exact_sizes, the most slots that a rank gets in one step; 0 = the mean, T_max K (P ranks, L experts each). num_sms: of the GPU that is
+  // asked about, by default an H100 SXM or H200.
+  static DeviceMoeMemory memory(const MoeConfig& config, int P, const DeviceMoeOptions& options = {}, std::int64_t exact_slots = 0, int num_sms = 132);
 
   const MoeConfig& config() const;
   ReceiveBudget budget() const;

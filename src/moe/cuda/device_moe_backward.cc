@@ -23,13 +23,15 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
   if (config.latent > 0) mark(Phase::kShared, b.stream);
   const std::vector<DeviceRows> sent = sent_gradients(b);
   mark(Phase::kDispatch, b.stream);
-  recipe ? blocked_send(b, sent) : send_to_experts(b, sent);
-  mark(Phase::kExpertGemm, b.stream);
   if (recipe) {
-    blocked_gradients(b);
+    blocked_send(b, sent);
+  } else if (shared_gradients_beside()) {
+    send_beside_shared(b, sent);
   } else {
-    second_matmul_gradients(b);
+    send_to_experts(b, sent, b.stream);
   }
+  mark(Phase::kExpertGemm, b.stream);
+  recipe ? blocked_second_gradients(b) : second_matmul_gradients(b);
   combines_beside(config, options) ? first_gradients_beside(b) : first_gradients(b);
   rest_of_input_gradients(b);
   mark(Phase::kOther, b.stream);
@@ -38,17 +40,29 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
 
 // Gradients of rows (or the rows of x once more) to the experts' ranks: into expert order while they arrive, or to their window where the matmuls read a
 // list.
-void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const DeviceRows> sent) {
+void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const DeviceRows> sent, cudaStream_t stream) {
   const bool gathered = lists_gradients();
   if (gathered || !exchange->supports_chunks()) {
-    exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
-    if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(b.saved), b.stream);
+    exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, stream);
+    if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(b.saved), stream);
     return;
   }
-  fork(b.stream);
-  exchange->dispatch_chunks(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, b.stream);
+  fork(stream);
+  exchange->dispatch_chunks(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, stream);
   exchange->permute_arriving(b.saved.handle, DType::kBF16, sent, window_rows(windows.gradients), y_rows(b.saved), side);
-  join(b.stream);
+  join(stream);
+}
+
+// The same, and meanwhile the gradients of the shared expert's weights, whose matmuls keep to the caller's stream and its room for partial tiles.
+void DeviceMoeLayer::Impl::send_beside_shared(const Backward& b, std::span<const DeviceRows> sent) {
+  fork(b.stream, beside);
+  mark_beside(Phase::kDispatch, beside);
+  send_to_experts(b, sent, beside);  // first, so that its CTAs find room
+  mark_beside(Phase::kOther, beside);
+  mark(Phase::kShared, b.stream);
+  shared_weight_gradients(b);
+  mark(Phase::kDispatch, b.stream);  // what of it is still to come
+  join(b.stream, beside);
 }
 
 // What the forward pass did not keep, but for the routes.
@@ -123,9 +137,10 @@ void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
 
 // The rows of x in expert order, where the matmuls do not read a list.
 void DeviceMoeLayer::Impl::copy_x(const Backward& b) {
+  if (recipe) return;  // rows are found through the list, and were sent again already
   if (options.resend_rows) {
     mark(Phase::kDispatch, b.stream);
-    send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream));
+    send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream), b.stream);
     mark(Phase::kExpertGemm, b.stream);
   } else if (!lists_gradients() && !copies_x_in_blocks(config, options)) {
     exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), copied_x_rows(b.saved), b.stream);
@@ -139,6 +154,7 @@ void DeviceMoeLayer::Impl::first_weight_gradients(const Backward& b) {
     for (std::size_t i = 0; i < count(); ++i) copies.push_back(in_blocks() ? y(b.saved, i).data : a(b.saved, i).data);
     return first_weight_gradients_in_blocks(b, in_blocks() ? y_columns(config, options) : x_columns(config), copies);
   }
+  if (recipe) return blocked_first_weight_gradients(b);
   const bool gathered = lists_gradients();
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmWgradArgs w1;
@@ -152,6 +168,7 @@ void DeviceMoeLayer::Impl::first_weight_gradients(const Backward& b) {
 
 // The gradient of the rows in expert order.
 void DeviceMoeLayer::Impl::row_gradients(const Backward& b) {
+  if (recipe) return blocked_row_gradients(b);
   if (in_blocks()) return row_gradients_in_blocks(b);
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmDgradArgs d;
@@ -223,9 +240,8 @@ std::vector<const void*> DeviceMoeLayer::Impl::wire_bases(const Backward& b) {
   return bases;
 }
 
-// Recipes have made both gradients already.
 void DeviceMoeLayer::Impl::first_gradients(const Backward& b) {
-  if (!recipe) copy_x(b), first_weight_gradients(b), row_gradients(b);
+  copy_x(b), first_weight_gradients(b), row_gradients(b);
   router_gradients(b);
   base_gradients(b);
   mark(Phase::kCombine, b.stream);
@@ -243,9 +259,9 @@ void DeviceMoeLayer::Impl::first_gradients_beside(const Backward& b) {
   const std::vector<const void*> bases = wire_bases(b);
   fork(b.stream, beside);
   join(b.stream, beside);  // what follows here may start no sooner than the combine, nor take its SMs
-  mark_beside(Phase::kCombine);
+  mark_beside(Phase::kCombine, beside);
   reduce_and_combine(b.saved, to, bases, beside, options.policy.combine_sms);
-  mark_beside(Phase::kOther);
+  mark_beside(Phase::kOther, beside);
   {
     const struct Restored {
       int& value;

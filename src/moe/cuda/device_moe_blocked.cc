@@ -21,7 +21,8 @@ ExpertSet DeviceMoeLayer::Impl::routed_set(const Saved& saved, std::size_t i) co
   ExpertSet set{offsets(saved, i), L, slots(saved, i), config.row_width(), config.inner_width(), config.local_F(), RecipeWeight::kW1, RecipeWeight::kW2};
   const int t = config.expert_tensor_parallel, rank = exchange->node() * ranks.table.size + ranks.rank[i];  // a slice of an expert has an id of its own
   set.first_id = rank / t * L * t + rank % t, set.id_stride = t, set.status = status_word(i), set.scratch = scratch_at<unsigned char>(i, scratch_parts.recipe);
-  set.x_turned = static_cast<unsigned char*>(y(saved, i).data), set.seed = saved.seed, set.device = where;
+  set.x_turned = scratch_parts.x != kNoPart ? scratch_at<unsigned char>(i, scratch_parts.x) : static_cast<unsigned char*>(y(saved, i).data);
+  set.seed = saved.seed, set.device = where;
   set.keeps_a = config.recompute == Recompute::kNone && recipe->fits_a(set);
   return set;
 }
@@ -58,7 +59,7 @@ ListedRows DeviceMoeLayer::Impl::sent_x(const Saved& saved, std::size_t i) const
 // dy to its window, and beside that what of the gradients' operands does not hang on it.
 void DeviceMoeLayer::Impl::blocked_send(const Backward& b, std::span<const DeviceRows> sent) {
   fork(b.stream);
-  send_to_experts(b, sent);  // first, so that its few CTAs find room
+  send_to_experts(b, sent, b.stream);  // first, so that its few CTAs find room
   for (std::size_t i = 0; i < count(); ++i) {
     recipe->quantize_a(routed_set(b.saved, i), h(b.saved, i), slot_weights(b.saved, i), side);
     if (!options.resend_rows) recipe->quantize_x(routed_set(b.saved, i), sent_x(b.saved, i), side);
@@ -66,7 +67,7 @@ void DeviceMoeLayer::Impl::blocked_send(const Backward& b, std::span<const Devic
   join(b.stream);
 }
 
-void DeviceMoeLayer::Impl::blocked_gradients(const Backward& b) {
+void DeviceMoeLayer::Impl::blocked_second_gradients(const Backward& b) {
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView& d_w2 = b.gradients[i].w2;
     const TensorView d_weight(scratch_at<float>(i, scratch_parts.d_slot_weight), DType::kF32, {slots(b.saved, i)}, where);
@@ -76,14 +77,21 @@ void DeviceMoeLayer::Impl::blocked_gradients(const Backward& b) {
   }
   if (options.resend_rows) {
     mark(Phase::kDispatch, b.stream);
-    send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream));
+    send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream), b.stream);
     for (std::size_t i = 0; i < count(); ++i) recipe->quantize_x(routed_set(b.saved, i), sent_x(b.saved, i), b.stream);
   }
+  for (std::size_t i = 0; i < count(); ++i) recipe->quantize_dh(routed_set(b.saved, i), h(b.saved, i), b.stream);
+}
+
+void DeviceMoeLayer::Impl::blocked_first_weight_gradients(const Backward& b) {
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView& d_w1 = b.gradients[i].w1;
-    recipe->first_gradients(routed_set(b.saved, i), sent_x(b.saved, i), h(b.saved, i), d_w1, adds_to(d_w1, b), y(b.saved, i),
-                            /*accumulate_rows=*/false, b.stream);
+    recipe->first_weight_gradients(routed_set(b.saved, i), sent_x(b.saved, i), h(b.saved, i), d_w1, adds_to(d_w1, b), b.stream);
   }
+}
+
+void DeviceMoeLayer::Impl::blocked_row_gradients(const Backward& b) {
+  for (std::size_t i = 0; i < count(); ++i) recipe->row_gradients(routed_set(b.saved, i), h(b.saved, i), y(b.saved, i), /*accumulate=*/false, b.stream);
 }
 
 void DeviceMoeLayer::Impl::blocked_shared_hidden(std::span<const TensorView> x, const Saved& saved, bool keep_h, cudaStream_t stream) {
@@ -92,9 +100,11 @@ void DeviceMoeLayer::Impl::blocked_shared_hidden(std::span<const TensorView> x, 
   }
 }
 
-void DeviceMoeLayer::Impl::blocked_shared_result(const Saved& saved, cudaStream_t stream) {
+void DeviceMoeLayer::Impl::blocked_shared_result(const Forward& f) {
   for (std::size_t i = 0; i < count(); ++i) {
-    recipe->second(shared_set(saved, i), shared_h(saved, i), {}, shared_a(saved, i), forward_base(saved, i), config.latent > 0, stream);
+    ExpertSet set = shared_set(f.saved, i);
+    set.keeps_a = set.keeps_a && f.options.training;
+    recipe->second(set, shared_h(f.saved, i), {}, shared_a(f.saved, i), forward_base(f.saved, i), config.latent > 0, f.stream);
   }
 }
 
@@ -105,7 +115,9 @@ void DeviceMoeLayer::Impl::blocked_shared_gradients(const Backward& b) {
     recipe->quantize_a(set, shared_h(b.saved, i), {}, b.stream);
     recipe->second_gradients(set, {b.d_out[i], {}}, shared_a(b.saved, i), shared_h(b.saved, i), {}, {}, d_w2, adds_to(d_w2, b), b.stream);
     recipe->quantize_x(set, {b.x[i], {}}, b.stream);
-    recipe->first_gradients(set, {b.x[i], {}}, shared_h(b.saved, i), d_w1, adds_to(d_w1, b), backward_base(b.saved, i), /*accumulate_rows=*/true, b.stream);
+    recipe->quantize_dh(set, shared_h(b.saved, i), b.stream);
+    recipe->first_weight_gradients(set, {b.x[i], {}}, shared_h(b.saved, i), d_w1, adds_to(d_w1, b), b.stream);
+    recipe->row_gradients(set, shared_h(b.saved, i), backward_base(b.saved, i), /*accumulate=*/true, b.stream);
   }
 }
 

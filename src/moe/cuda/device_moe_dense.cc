@@ -79,19 +79,18 @@ void DeviceMoeLayer::Impl::shared_hidden(std::span<const MoeTensors> parameters,
 }
 
 // base = (or, with a latent width, +=) the shared expert's result. Rows of an invalid step are left as they are.
-void DeviceMoeLayer::Impl::shared_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream) {
-  if (recipe) return blocked_shared_result(saved, stream);
+void DeviceMoeLayer::Impl::shared_result(const Forward& f) {
+  if (recipe) return blocked_shared_result(f);
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmArgs args;
-    args.a = shared_a(saved, i), args.weights = one_group(parameters[i].shared_w2), args.offsets = dense_offsets(saved, i), args.y = forward_base(saved, i);
-    args.accumulate = config.latent > 0, args.status = status_word(i);
-    grouped_gemm(args, on(stream));
+    args.a = shared_a(f.saved, i), args.weights = one_group(f.parameters[i].shared_w2), args.offsets = dense_offsets(f.saved, i);
+    args.y = forward_base(f.saved, i), args.accumulate = config.latent > 0, args.status = status_word(i);
+    grouped_gemm(args, on(f.stream));
   }
 }
 
-// d_shared_w1, d_shared_w2; base += the input's gradient. shared_h becomes its own gradient.
-void DeviceMoeLayer::Impl::shared_gradients(const Backward& b) {
-  if (recipe) return blocked_shared_gradients(b);
+// d_shared_w1, d_shared_w2. shared_h becomes its own gradient.
+void DeviceMoeLayer::Impl::shared_weight_gradients(const Backward& b) {
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView offsets = dense_offsets(b.saved, i);
     GroupedGemmWgradArgs w2;
@@ -107,9 +106,17 @@ void DeviceMoeLayer::Impl::shared_gradients(const Backward& b) {
     w1.a = b.x[i], w1.dy = shared_h(b.saved, i), w1.offsets = offsets, w1.d_weights = one_group(b.gradients[i].shared_w1);
     w1.accumulate = adds_to(w1.d_weights, b), w1.status = status_word(i);
     grouped_gemm_wgrad(w1, on(b.stream));
+  }
+}
+
+// base += the input's gradient; and the gradients of the weights, where they are not there yet.
+void DeviceMoeLayer::Impl::shared_gradients(const Backward& b) {
+  if (recipe) return blocked_shared_gradients(b);
+  if (!shared_gradients_beside()) shared_weight_gradients(b);
+  for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmDgradArgs d;
-    d.dy = shared_h(b.saved, i), d.weights = one_group(b.parameters[i].shared_w1), d.offsets = offsets, d.da = backward_base(b.saved, i), d.accumulate = true;
-    d.status = status_word(i);
+    d.dy = shared_h(b.saved, i), d.weights = one_group(b.parameters[i].shared_w1), d.offsets = dense_offsets(b.saved, i);
+    d.da = backward_base(b.saved, i), d.accumulate = true, d.status = status_word(i);
     grouped_gemm_dgrad(d, on(b.stream));
   }
 }

@@ -25,18 +25,16 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   exchange->layout(f.saved.handle, side);
   const std::vector<DeviceRows> sent = sent_rows(f.parameters, f.x, f.saved, f.stream);
   mark(Phase::kDispatch, f.stream);
+  if (shared_beside()) fork(f.stream);  // no sooner than the rows can go
   exchange->dispatch(f.saved.handle, DType::kBF16, sent, f.saved.rows_window, /*after_plan=*/true, f.stream);
+  if (shared_beside()) {  // queued behind the dispatch, whose few CTAs find room so
+    mark_beside(Phase::kShared, side);
+    first_of_shared(f, side);
+    mark_beside(Phase::kOther, side);
+  }
   join(f.stream);
   if (options.exact_sizes) take_sizes(f);  // the rows are on their way meanwhile
-  if (config.shared_F > 0) {
-    mark(Phase::kShared, f.stream);
-    for (std::size_t i = 0; i < count(); ++i) {
-      launch_step_rows(exchange->header(f.saved.handle, static_cast<int>(i)), static_cast<std::int32_t>(f.saved.routes[i].T),
-                       dense_offsets(f.saved, i).as<std::int32_t>(), f.stream);
-      check_launch("moe_step_rows");
-    }
-    shared_hidden(f.parameters, f.x, f.saved, f.options.training && config.recompute <= Recompute::kActivation, f.stream);
-  }
+  if (config.shared_F > 0 && !shared_beside()) mark(Phase::kShared, f.stream), first_of_shared(f, f.stream);
   mark(Phase::kExpertGemm, f.stream);
   first_matmul(f.parameters, f.saved, f.options.training && config.recompute <= Recompute::kActivation, f.stream);
   in_blocks() ? second_matmul_in_blocks(f) : second_matmul(f);
@@ -46,6 +44,16 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   mark(Phase::kOther, f.stream);
   f.saved.weights_version = weights_version;
   f.saved.ready = f.options.training;
+}
+
+// How many rows the shared expert sees, and its first matmul.
+void DeviceMoeLayer::Impl::first_of_shared(const Forward& f, cudaStream_t stream) {
+  for (std::size_t i = 0; i < count(); ++i) {
+    launch_step_rows(exchange->header(f.saved.handle, static_cast<int>(i)), static_cast<std::int32_t>(f.saved.routes[i].T),
+                     dense_offsets(f.saved, i).as<std::int32_t>(), stream);
+    check_launch("moe_step_rows");
+  }
+  shared_hidden(f.parameters, f.x, f.saved, f.options.training && config.recompute <= Recompute::kActivation, stream);
 }
 
 void DeviceMoeLayer::Impl::choose(const Forward& f) {
@@ -115,7 +123,7 @@ void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
     reduce(f.saved, f.stream);  // then y is free, and holds the shared expert's part
     mark(Phase::kShared, f.stream);
     for (std::size_t i = 0; i < count(); ++i) base.push_back(forward_base(f.saved, i).data);
-    shared_result(f.parameters, f.saved, f.stream);
+    shared_result(f);
     mark(Phase::kCombine, f.stream);
     return exchange->combine(f.saved.handle, windows.partials, f.out[0].dtype, device_rows(f.out), f.stream, base);
   }
@@ -124,7 +132,7 @@ void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
   reduce_and_combine(f.saved, latent, {}, f.stream);
   mark(Phase::kShared, f.stream);
   latent_result(f.parameters, f.saved, f.stream);
-  if (config.shared_F > 0) shared_result(f.parameters, f.saved, f.stream);
+  if (config.shared_F > 0) shared_result(f);
   for (std::size_t i = 0; i < count(); ++i) round_rows(forward_base(f.saved, i), f.out[i], f.stream);
 }
 

@@ -88,7 +88,7 @@ struct DeviceMoeLayer::Impl {
 
   std::size_t count() const { return static_cast<std::size_t>(exchange->num_ranks()); }
   void mark(Phase phase, cudaStream_t stream);
-  void mark_beside(Phase phase);
+  void mark_beside(Phase phase, cudaStream_t stream);
   void fork(cudaStream_t stream, cudaStream_t to) { forked->record(stream), forked->wait_on(to); }
   void join(cudaStream_t stream, cudaStream_t from) { joined->record(from), joined->wait_on(stream); }
   void fork(cudaStream_t stream) { fork(stream, side); }
@@ -97,6 +97,11 @@ struct DeviceMoeLayer::Impl {
 
   // The matmuls of backward find the rows' gradients through the list of the exchange.
   bool lists_gradients() const { return recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather || in_blocks(); }
+
+  // What the shared expert computes without a routed result runs while rows travel: in forward, and under bf16 in backward, too (a recipe's operands of
+  // both experts take turns in one scratch).
+  bool shared_beside() const { return config.shared_F > 0 && config.overlap_shared; }
+  bool shared_gradients_beside() const { return shared_beside() && recipe == nullptr; }
 
   // device_moe_checks.cc
   void check_forward(const Forward& f) const;
@@ -168,6 +173,7 @@ struct DeviceMoeLayer::Impl {
   // device_moe_forward.cc
   void forward(const Forward& f);
   void choose(const Forward& f);
+  void first_of_shared(const Forward& f, cudaStream_t stream);
   void first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream);
   void second_matmul(const Forward& f);
   void gather_results(const Forward& f);
@@ -192,9 +198,10 @@ struct DeviceMoeLayer::Impl {
   // device_moe_dense.cc: what every token sees, shared expert and latent projections
   std::vector<DeviceRows> sent_rows(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, cudaStream_t stream);
   void shared_hidden(std::span<const MoeTensors> parameters, std::span<const TensorView> x, const Saved& saved, bool keep_h, cudaStream_t stream);
-  void shared_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream);
+  void shared_result(const Forward& f);
   void latent_result(std::span<const MoeTensors> parameters, const Saved& saved, cudaStream_t stream);
   std::vector<DeviceRows> sent_gradients(const Backward& b);
+  void shared_weight_gradients(const Backward& b);
   void shared_gradients(const Backward& b);
   void latent_gradients(const Backward& b);
 
@@ -206,9 +213,11 @@ struct DeviceMoeLayer::Impl {
   void blocked_first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream);
   ListedRows sent_x(const Saved& saved, std::size_t i) const;
   void blocked_send(const Backward& b, std::span<const DeviceRows> sent);
-  void blocked_gradients(const Backward& b);
+  void blocked_second_gradients(const Backward& b);
+  void blocked_first_weight_gradients(const Backward& b);
+  void blocked_row_gradients(const Backward& b);
   void blocked_shared_hidden(std::span<const TensorView> x, const Saved& saved, bool keep_h, cudaStream_t stream);
-  void blocked_shared_result(const Saved& saved, cudaStream_t stream);
+  void blocked_shared_result(const Forward& f);
   void blocked_shared_gradients(const Backward& b);
 
   // device_moe_losses.cc
@@ -224,7 +233,8 @@ struct DeviceMoeLayer::Impl {
   // device_moe_backward.cc
   void backward(const Backward& b);
   void recompute(const Backward& b);
-  void send_to_experts(const Backward& b, std::span<const DeviceRows> sent);
+  void send_to_experts(const Backward& b, std::span<const DeviceRows> sent, cudaStream_t stream);
+  void send_beside_shared(const Backward& b, std::span<const DeviceRows> sent);
   void second_matmul_gradients(const Backward& b);
   void copy_x(const Backward& b);
   void first_weight_gradients(const Backward& b);
@@ -264,7 +274,7 @@ struct DeviceMoeLayer::Impl {
   std::map<cudaStream_t, bool> prepared;  // by prepare(); whether with backward
   std::int64_t dense_forwards = 0;
   CudaStream side;      // runs beside the caller's stream between fork() and join()
-  UrgentStream beside;  // the same, for a combine that needs few SMs, but these at once
+  UrgentStream beside;  // the same, for a combine or a dispatch that needs few SMs, but these at once
   std::unique_ptr<CudaEvent> forked, joined;
 };
 

@@ -8,6 +8,7 @@
 #include "moe/capacity.h"
 #include "moe/cuda/device_moe_recipe.h"
 #include "moe/cuda/sent_routes.h"
+#include "ops/gemm/cuda/fp8_run.h"
 #include "ops/gemm/cuda/grouped_run.h"
 
 namespace waybill::cuda {
@@ -43,7 +44,9 @@ ExchangeConfig device_exchange_config(const MoeConfig& c) {
 }
 
 bool combines_beside(const MoeConfig& c, const DeviceMoeOptions& options) {
-  return options.policy.combine_sms > 0 && options.nodes == 1 && !options.resend_rows && options.column_blocks == 1 && !c.recipe.is_blocked();
+  // fp8: the shared expert's gradients, which come before the combine, use the scratch in which the operands of dW1 lie.
+  const bool is_taken = c.recipe.kind == Recipe::kFP8 && c.shared_F > 0;
+  return options.policy.combine_sms > 0 && options.nodes == 1 && !options.resend_rows && options.column_blocks == 1 && !is_taken;
 }
 
 std::int64_t y_columns(const MoeConfig& c, const DeviceMoeOptions& options) {
@@ -120,9 +123,10 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
   s.a = carver.take_if(!exact_sizes && c.recompute > Recompute::kNone, S * c.local_F(), 2);
   s.shared_h = carver.take_if(c.recompute > Recompute::kActivation, c.shared_F > 0 ? T * c.shared_inner_width() : 0, 2);
   s.shared_a = carver.take_if(c.recompute > Recompute::kNone, T * c.shared_F, 2);
-  const std::int64_t base = T * c.H * 4;
-  s.y = carver.take_if(!exact_sizes, std::max({S * y_columns(c, options) * 2, base, T * c.E * 4, static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)))}), 1);
-  s.x = carver.take_if(!exact_sizes && copies_whole_x(c, options), S * W, 2);
+  const std::int64_t base = T * c.H * 4, turned_x = static_cast<std::int64_t>(recipe_y_bytes(c, S, c.L(P)));
+  const bool is_apart = turned_x > 0 && combines_beside(c, options);
+  s.y = carver.take_if(!exact_sizes, std::max({S * y_columns(c, options) * 2, base, T * c.E * 4, is_apart ? 0 : turned_x}), 1);
+  s.x = carver.take_if(!exact_sizes && (copies_whole_x(c, options) || is_apart), is_apart ? turned_x : S * W * 2, 1);
   const DType wire = wire_dtype(c, {P, options.nodes});
   s.wire_base = carver.take(c.shared_F > 0 && c.latent == 0 && wire == DType::kBF16 ? T * c.H : 0, 2);
   // With a shared expert or a latent width it is a sum of f32.
@@ -167,28 +171,40 @@ std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const De
 
 namespace {
 
-// Partial tiles of weight gradients [m, n] of many rows, where a group alone does not fill the GPU (ops/gemm/cuda/grouped_run.cc).
-std::size_t partial_tiles_bytes(std::int64_t m, std::int64_t n, std::int64_t rows) {
-  constexpr std::int64_t kClusters = 66, kRowTile = gemm_limits::kBlockM;
-  const GemmTuning tuning;
-  const std::int64_t width = n <= 128 ? 128 : 256, m_tiles = (m + kRowTile - 1) / kRowTile, n_tiles = (n + width - 1) / width;
-  const std::int64_t units = m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2);
-  if (units >= tuning.slices_per_cluster * kClusters || rows < 2 * gemm_limits::kBlockK * tuning.min_slice_blocks) return 0;
-  return static_cast<std::size_t>(2 * gemm_limits::max_split_units(kClusters, tuning.slices_per_cluster) * kRowTile * width * 4);
-}
+// Partial tiles of weight gradients [m, n] of many rows, where a group alone does not fill the GPU: as ops/gemm/cuda/grouped_run.cc and fp8_run.cc cut them,
+// whose tiles differ.
+struct PartialTiles {
+  std::int64_t clusters;
+  bool is_fp8;
+  std::size_t bytes(std::int64_t m, std::int64_t n, std::int64_t rows) const {
+    constexpr std::int64_t kRowTile = gemm_limits::kBlockM;
+    Fp8Problem problem{};
+    problem.form = GemmForm::kTN, problem.n = n, problem.rows = rows, problem.groups = 1;
+    const GemmTuning bf16;
+    const Fp8Tuning fp8 = choose_fp8_tuning(problem, static_cast<int>(2 * clusters));
+    const std::int64_t bf16_width = n <= 128 ? 128 : 256, width = is_fp8 ? fp8.tile.block_n : bf16_width;
+    const std::int64_t block = is_fp8 ? fp8_limits::kBlockK : gemm_limits::kBlockK;
+    const int slices = is_fp8 ? fp8.slices_per_cluster : bf16.slices_per_cluster, least = is_fp8 ? fp8.min_slice_blocks : bf16.min_slice_blocks;
+    const std::int64_t m_tiles = (m + kRowTile - 1) / kRowTile, n_tiles = (n + width - 1) / width;
+    const std::int64_t units = m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2);
+    if (units >= slices * clusters || rows < 2 * block * least) return 0;
+    return static_cast<std::size_t>(2 * gemm_limits::max_split_units(static_cast<int>(clusters), slices) * kRowTile * width * 4);
+  }
+};
 
 }  // namespace
 
-std::size_t operations_bytes(const MoeConfig& c, std::int64_t S) {
+std::size_t operations_bytes(const MoeConfig& c, std::int64_t S, int num_sms) {
   const std::int64_t T = c.T_max, W = c.row_width();
+  const PartialTiles tiles{num_sms / 2, c.recipe.kind == Recipe::kFP8};
   const std::size_t gate = aligned(static_cast<std::size_t>(T * 2 * c.E * 2)) + aligned(static_cast<std::size_t>(2 * c.E * c.H * 2)) +
                            aligned(static_cast<std::size_t>(2 * c.E * c.H * 4));
-  std::size_t partials = std::max(partial_tiles_bytes(c.inner_width(), W, S), partial_tiles_bytes(W, c.local_F(), S));
-  if (c.shared_F > 0) partials = std::max({partials, partial_tiles_bytes(c.shared_inner_width(), c.H, T), partial_tiles_bytes(c.H, c.shared_F, T)});
+  std::size_t partials = std::max(tiles.bytes(c.inner_width(), W, S), tiles.bytes(W, c.local_F(), S));
+  if (c.shared_F > 0) partials = std::max({partials, tiles.bytes(c.shared_inner_width(), c.H, T), tiles.bytes(c.H, c.shared_F, T)});
   return std::max(kDenseWorkspaceBytes + gate, partials);  // one after the other (core/cuda/work_room.h)
 }
 
-DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options, std::int64_t exact_slots) {
+DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options, std::int64_t exact_slots, int num_sms) {
   DeviceMoeMemory memory;
   memory.windows = arena_bytes(config, P, options);
   std::int64_t S = device_slots(config, P);
@@ -206,7 +222,7 @@ DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const Dev
     (config.recompute <= Recompute::kNone ? memory.step : memory.scratch) += grown(slots.a);
     memory.scratch += grown(slots.y) + grown(slots.x);
   }
-  memory.operations = operations_bytes(config, S);
+  memory.operations = operations_bytes(config, S, num_sms);
   return memory;
 }
 

@@ -50,7 +50,7 @@ struct DeviceMoeStepLayout {
 struct DeviceMoeScratchLayout {
   std::uint64_t logits, h, a, shared_h, shared_a;  // kNoPart where the steps have them
   std::uint64_t y;                                 // bf16 [S, W] (or a block of its columns), or f32 [T, H]; kNoPart: SlotMemory
-  std::uint64_t x;                                 // bf16 [S, W]: rows of x in expert order, where y is the rows' gradient then; the same
+  std::uint64_t x;                                 // bf16 [S, W]: rows of x in expert order (fp8: turned), where y is the rows' gradient then; the same
   std::uint64_t base;                              // f32 or bf16 [T, H]; kNoPart where the memory of `a` holds it
   std::uint64_t wire_base;                         // bf16 [T, H]: that sum rounded for the wire, where it is one
   std::uint64_t latent_rows, latent_gradient;      // bf16 [T, latent]: what is dispatched; d_latent_in
@@ -80,8 +80,8 @@ inline std::int64_t num_totals(const MoeConfig& c) { return reduces_counts(c) ? 
 DeviceMoeStepLayout step_layout(const MoeConfig& config, int P, const DeviceMoeOptions& options);
 DeviceMoeScratchLayout scratch_layout(const MoeConfig& config, int P, const DeviceMoeOptions& options);
 
-// What the gate and the matmuls take of the stream's work room, on a GPU of 132 SMs.
-std::size_t operations_bytes(const MoeConfig& config, std::int64_t S);
+// What the gate and the matmuls take of the stream's work room, on a GPU of so many SMs.
+std::size_t operations_bytes(const MoeConfig& config, std::int64_t S, int num_sms);
 
 // Bytes of what has a row a slot, at S slots in expert order. `a` and y hold f32 [T, H] too, h and y the gradient of the logits, f32 [T, E].
 struct SlotBytes {
@@ -95,7 +95,7 @@ std::int64_t y_columns(const MoeConfig& config, const DeviceMoeOptions& options)
 // the memory of `a`, which leaves no room there for the base.
 bool combines_beside(const MoeConfig& config, const DeviceMoeOptions& options);
 inline bool copies_x_beside(const MoeConfig& config, const DeviceMoeOptions& options) {
-  return combines_beside(config, options) && options.policy.gradient != DeviceMoePolicy::Rows::kGather;
+  return combines_beside(config, options) && options.policy.gradient != DeviceMoePolicy::Rows::kGather && !config.recipe.is_blocked();
 }
 inline constexpr std::int64_t kLeastColumns = 64;  // of a block
 inline bool copies_whole_x(const MoeConfig& config, const DeviceMoeOptions& options) {

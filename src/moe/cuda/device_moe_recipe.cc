@@ -263,18 +263,18 @@ void RecipeMatmuls::second_gradients(const ExpertSet& set, const ListedRows& dy,
   grouped_gemm_activation_backward(act, on(set, stream));
 }
 
-void RecipeMatmuls::first_gradients(const ExpertSet& set, const ListedRows& x, const TensorView& dh, const TensorView& d_w1, bool accumulate,
-                                    const TensorView& d_rows, bool accumulate_rows, cudaStream_t stream) const {
+void RecipeMatmuls::quantize_dh(const ExpertSet& set, const TensorView& dh, cudaStream_t stream) const {
+  if (!is_fp8() || fuses_gradient(set)) return;
+  part(set, /*is_product=*/false, stream);
+  const QuantizedOperand rows = rows_operand(set, Operand::kGradient, set.inner), turned = turned_operand(set, Operand::kGradient, set.inner, Side::kRight);
+  quantize_both(rows.config, turned.config, dh, set.offsets, rows.q, turned.q, on(set, stream), set.status);
+}
+
+void RecipeMatmuls::first_weight_gradients(const ExpertSet& set, const ListedRows& x, const TensorView& dh, const TensorView& d_w1, bool accumulate,
+                                           cudaStream_t stream) const {
   if (is_fp8()) {
-    part(set, /*is_product=*/false, stream);
-    const QuantizedOperand rows = rows_operand(set, Operand::kGradient, set.inner), turned = turned_operand(set, Operand::kGradient, set.inner, Side::kRight);
-    if (!fuses_gradient(set)) quantize_both(rows.config, turned.config, dh, set.offsets, rows.q, turned.q, on(set, stream), set.status);
-    wgrad(set, turned_operand(set, Operand::kActivation, set.W, Side::kX), turned, d_w1, accumulate, stream);
-    QuantizedDgradArgs args;
-    args.dy = rows, args.weights = weight_operand(set, set.w1, set.inner, set.W), args.offsets = set.offsets, args.da = d_rows;
-    args.accumulate = accumulate_rows, args.status = set.status;
-    part(set, /*is_product=*/true, stream);
-    return quantized_gemm_dgrad(args, on(set, stream));
+    return wgrad(set, turned_operand(set, Operand::kActivation, set.W, Side::kX), turned_operand(set, Operand::kGradient, set.inner, Side::kRight), d_w1,
+                 accumulate, stream);
   }
   GroupedGemmWgradArgs w1;
   w1.a = widened(set, x, Operand::kActivation, Contraction::kRows, number(Draws::kFirstWgrad), Side::kLeft, stream);
@@ -282,10 +282,20 @@ void RecipeMatmuls::first_gradients(const ExpertSet& set, const ListedRows& x, c
   w1.offsets = wide_offsets(set), w1.d_weights = d_w1, w1.accumulate = accumulate, w1.status = set.status;
   part(set, /*is_product=*/true, stream);
   grouped_gemm_wgrad(w1, on(set, stream));
+}
+
+void RecipeMatmuls::row_gradients(const ExpertSet& set, const TensorView& dh, const TensorView& d_rows, bool accumulate, cudaStream_t stream) const {
+  if (is_fp8()) {
+    QuantizedDgradArgs args;
+    args.dy = rows_operand(set, Operand::kGradient, set.inner), args.weights = weight_operand(set, set.w1, set.inner, set.W);
+    args.offsets = set.offsets, args.da = d_rows, args.accumulate = accumulate, args.status = set.status;
+    part(set, /*is_product=*/true, stream);
+    return quantized_gemm_dgrad(args, on(set, stream));
+  }
   GroupedGemmDgradArgs d;
   d.dy = widened(set, {dh, {}}, Operand::kGradient, Contraction::kColumns, number(Draws::kFirstDgrad), Side::kRight, stream);
   d.weights = wide_weights(set, set.w1, set.inner, set.W, Contraction::kRows), d.offsets = set.offsets, d.da = d_rows;
-  d.accumulate = accumulate_rows, d.status = set.status;
+  d.accumulate = accumulate, d.status = set.status;
   part(set, /*is_product=*/true, stream);
   grouped_gemm_dgrad(d, on(set, stream));
 }

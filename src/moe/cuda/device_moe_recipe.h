@@ -75,16 +75,20 @@ class RecipeMatmuls {
   bool fits_a(const ExpertSet& set) const;
   // Whether the matmuls read h where others read a.
   bool reads_h() const { return is_fp8(); }
-  // fp8: operands along the slots that second_gradients() (the activation, unless the set keeps it) and first_gradients() (x) then find. They may be made on
-  // another stream, beside what brings dy. The others' are made there.
+  // fp8: operands along the slots that second_gradients() (the activation, unless the set keeps it) and first_weight_gradients() (x) then find. They may be
+  // made on another stream, beside what brings dy. The others' are made there.
   void quantize_a(const ExpertSet& set, const TensorView& h, const TensorView& weight, cudaStream_t stream) const;
   void quantize_x(const ExpertSet& set, const ListedRows& x, cudaStream_t stream) const;
-  // d_w2; h becomes its gradient, or that is quantised where first_gradients() finds it; a is used up; d_weight [S] where given.
+  // d_w2; h becomes its gradient, or that is quantised where the calls below find it; a is used up; d_weight [S] where given.
   void second_gradients(const ExpertSet& set, const ListedRows& dy, const TensorView& a, const TensorView& h, const TensorView& weight,
                         const TensorView& d_weight, const TensorView& d_w2, bool accumulate, cudaStream_t stream) const;
-  // d_w1; d_rows [S, W] (+)= dh W1.
-  void first_gradients(const ExpertSet& set, const ListedRows& x, const TensorView& dh, const TensorView& d_w1, bool accumulate, const TensorView& d_rows,
-                       bool accumulate_rows, cudaStream_t stream) const;
+  // In this order: quantize_dh(), then the other two in either. fp8: of those, row_gradients() second where d_rows is the memory of x_turned.
+  void quantize_dh(const ExpertSet& set, const TensorView& dh, cudaStream_t stream) const;
+  // d_w1.
+  void first_weight_gradients(const ExpertSet& set, const ListedRows& x, const TensorView& dh, const TensorView& d_w1, bool accumulate,
+                              cudaStream_t stream) const;
+  // d_rows [S, W] (+)= dh W1.
+  void row_gradients(const ExpertSet& set, const TensorView& dh, const TensorView& d_rows, bool accumulate, cudaStream_t stream) const;
 
   // Called before work is queued: a matmul, or the quantising and the activation around it.
   std::function<void(bool is_product, cudaStream_t stream)> on_part;

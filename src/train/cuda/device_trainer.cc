@@ -54,6 +54,14 @@ DeviceModelOptions DeviceTrainer::model_options(const RunConfig& config) {
   return options;
 }
 
+// The prediction is within 3% (docs/perf/moe-memory.md); what cuBLASLt and the exchange's group take beside it is small.
+DeviceModelOptions DeviceTrainer::options_here() const {
+  constexpr double kUsable = 0.95;
+  DeviceModelOptions options = model_options(config_);
+  options.memory = static_cast<std::size_t>(kUsable * static_cast<double>(*std::min_element(free_before_.begin(), free_before_.end())));
+  return options;
+}
+
 DeviceTrainer::DeviceTrainer(const RunConfig& config, Fabric& world, ThreadPool* pool)
     : config_(config),
       world_(world),
@@ -63,14 +71,14 @@ DeviceTrainer::DeviceTrainer(const RunConfig& config, Fabric& world, ThreadPool*
       states_(make_optimizer_states(list_.parameters)),
       B_(sequences_of(config)),
       free_before_(free_bytes(config.train.gpus)),
-      model_(config.model, config.parallel.W(), list_, model_options(config)),
+      model_(config.model, config.parallel.W(), list_, options_here()),
       info_(initial_info(config)) {
   for (std::size_t i = 0; i < config.model.layers.size(); ++i) {
     if (!config.model.layers[i].is_moe) continue;
     loads_.push_back(Tensor::zeros(DType::kI64, {config.model.layers[i].moe.E}));
     load_layers_.push_back(static_cast<std::int64_t>(i));
   }
-  predicted_bytes_ = static_cast<std::int64_t>(device_model_memory(config.model, config.parallel.W(), model_options(config)).total());
+  predicted_bytes_ = static_cast<std::int64_t>(device_model_memory(config.model, config.parallel.W(), options_here()).total());
   model_.upload(states_, 0);
   model_.set_phase_observer([this](Phase phase, cudaStream_t stream) { timer_.mark(phase, stream); });
 }
@@ -169,7 +177,7 @@ void DeviceTrainer::raise_receive_factor(const DeviceStepResult& result, std::in
   WB_CHECK(info_.receive_factor < worst_case, "a receive budget overflowed though the receive factor {} is the worst case", info_.receive_factor);
   info_.receive_factor = attempt > config_.train.max_reruns ? worst_case : std::min(info_.receive_factor * grow, worst_case);
   model_.set_receive_factor(info_.receive_factor);
-  DeviceModelOptions options = model_options(config_);
+  DeviceModelOptions options = options_here();
   options.receive_factor = info_.receive_factor;
   predicted_bytes_ = static_cast<std::int64_t>(device_model_memory(config_.model, config_.parallel.W(), options).total());
 }

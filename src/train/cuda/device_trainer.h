@@ -28,7 +28,7 @@ class DeviceTrainer final : public StepTrainer {
   std::string device() const override;
   std::int64_t num_parameters(bool active) override { return count_parameters(config_.model, list_.parameters, active); }
 
-  static DeviceModelOptions model_options(const RunConfig& config);
+  static DeviceModelOptions model_options(const RunConfig& config);  // with the fastest forms of the MoE layers
 
  private:
   struct Queued {
@@ -42,6 +42,7 @@ class DeviceTrainer final : public StepTrainer {
   void note_memory(StepMetrics& newest);
   void add_layers(const DeviceStepResult& result, StepMetrics& metrics) const;
   void raise_receive_factor(const DeviceStepResult& result, std::int64_t attempt);
+  DeviceModelOptions options_here() const;  // with those that fit the GPUs
   DeviceLanguageModel::Evaluation evaluate_batch(const std::vector<model::TokenBatch>& ranks);
   void download();
   std::vector<CheckpointTensor> tensors() { return checkpoint_tensors(list_.parameters, states_, loads_, load_layers_); }

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 
 #include "core/cuda/block_sum.cuh"
+#include "core/cuda/num_sms.h"
 #include "ops/model/cuda/model_kernels.h"
 
 namespace waybill::cuda {
@@ -18,9 +19,9 @@ __global__ void __launch_bounds__(kThreads) each_element(std::int64_t count, con
 }
 template <class Body>
 void launch(std::int64_t count, const Body& body, cudaStream_t stream) {
-  constexpr std::int64_t kMostBlocks = 132 * 16;
-  const std::int64_t blocks = (count + kThreads - 1) / kThreads;
-  if (count > 0) each_element<<<static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks), kThreads, 0, stream>>>(count, body);
+  if (count == 0) return;
+  const std::int64_t blocks = (count + kThreads - 1) / kThreads, most = 16 * num_sms();
+  each_element<<<static_cast<unsigned>(blocks < most ? blocks : most), kThreads, 0, stream>>>(count, body);
 }
 
 __global__ void __launch_bounds__(kThreads) sum_values(const double* values, std::int64_t count, double* total, bool accumulate) {
