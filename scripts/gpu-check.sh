@@ -190,6 +190,7 @@ area_moe() {
     loads="--ranks 1 --eager none --stack sparse,padded --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
   fi
   measure "benchmark moe" "$bin/bench_cuda_moe" "$work/moe.jsonl" ${WAYBILL_MOE_OPTIONS:-$options}
+  record moe "$work/moe.jsonl"
   if "$python" bench/peers/torch_moe_ep.py "$work/torch_moe.jsonl" ${WAYBILL_MOE_PEER_OPTIONS:-$peer_options} >"$work/torch_moe.log" 2>&1; then
     append "$work/torch_moe.jsonl" "$work/moe.jsonl"
   else

@@ -57,9 +57,10 @@ inline constexpr double kGoalBelowUnigram = 0.7;
 WB_API TrainResult train(const RunConfig& config, const TrainOptions& options, TrainObserver* observer = nullptr);
 
 // What a run of this config takes on one rank of a CPU, scratch beside total(): at its receive factor in captured mode, at balanced load in eager; and on one
-// GPU (kUnsupported: built without CUDA, or the config is not trained there; no GPU is needed).
+// GPU (kUnsupported: built without CUDA, or the config is not trained there; no GPU is needed), with the MoE layers as fast or as small as they can be: a run
+// takes the fastest form that fits its GPUs.
 WB_API MemoryEstimate cpu_memory(const RunConfig& config);
-WB_API GpuMemoryEstimate gpu_memory(const RunConfig& config);
+WB_API GpuMemoryEstimate gpu_memory(const RunConfig& config, bool is_smallest = false);
 
 // The largest fp32 matmul rate of this process over all usable cores, TFLOP/s: the ceiling that MFU is given against on a CPU.
 WB_API double measure_matmul_ceiling();

@@ -20,10 +20,10 @@ MemoryEstimate cpu_memory(const RunConfig& config) {
   return rank;
 }
 
-GpuMemoryEstimate gpu_memory(const RunConfig& config) {
+GpuMemoryEstimate gpu_memory(const RunConfig& config, bool is_smallest) {
   if (detail::g_train_device_backend == nullptr) WB_FAIL(ErrorCode::kUnsupported, "memory on GPUs: this program was built without CUDA");
   detail::g_train_device_backend->check(config);
-  return detail::g_train_device_backend->memory(config);
+  return detail::g_train_device_backend->memory(config, is_smallest);
 }
 
 }  // namespace waybill

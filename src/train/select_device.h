@@ -20,7 +20,7 @@ struct TrainDeviceBackend {
   void (*check)(const RunConfig& config);  // throws kUnsupported, by name, what GPUs cannot train
   // All ranks of the run; world is a group of one.
   std::unique_ptr<StepTrainer> (*make)(const RunConfig& config, Fabric& world, ThreadPool* pool);
-  GpuMemoryEstimate (*memory)(const RunConfig& config);
+  GpuMemoryEstimate (*memory)(const RunConfig& config, bool is_smallest);
 };
 extern const TrainDeviceBackend* g_train_device_backend;
 

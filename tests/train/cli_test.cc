@@ -68,6 +68,20 @@ TEST_F(CliTest, BadInputIsOneLineAndExitCode2) {
                  "this engine does not train model.output_gate = true, model.full_attention_interval = 2; `waybill inspect model` gives");
 }
 
+// With kernels in the program, GPU or not.
+TEST_F(CliTest, InspectMemorySaysHowSmallARunOnAGpuCanBe) {
+  const std::string command = std::string(WAYBILL_BINARY) + " inspect memory " + WAYBILL_CONFIG_DIR + "/demo.toml";
+  const Outcome json = run_shell(command + " --json"), text = run_shell(command);
+  ASSERT_EQ(json.code, 0) << json.text;
+  if (json.text.find("built without CUDA") != std::string::npos) GTEST_SKIP() << "needs a program with CUDA";
+  const auto number = [&](const std::string& key) {
+    return std::stoll(json.text.substr(json.text.find(':', json.text.find("\"" + key + "\"", json.text.find("\"gpu\""))) + 1));
+  };
+  EXPECT_GT(number("least_total"), 0);
+  EXPECT_LT(number("least_total"), number("total"));
+  EXPECT_THAT(text.text, HasSubstr("where that does not fit, MoE layers send rows again and work in blocks of columns"));
+}
+
 TEST_F(CliTest, AFailedMetricsWriteLeavesNoHalfLine) {
   const std::string run = folder_ / "run";
   // The header line fits into 1 KB, step lines do not.

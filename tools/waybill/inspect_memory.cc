@@ -61,10 +61,10 @@ void run(const MemoryOptions& options) {
   validate(config);
   const int W = config.parallel.W();
   const Parts cpu = parts_of(cpu_memory(config));
-  std::optional<GpuMemoryEstimate> gpu;
+  std::optional<GpuMemoryEstimate> gpu, smallest;
   std::string why_not;
   try {
-    gpu = gpu_memory(config);
+    gpu = gpu_memory(config), smallest = gpu_memory(config, /*is_smallest=*/true);
   } catch (const Error& error) {
     why_not = error.what();
   }
@@ -73,6 +73,7 @@ void run(const MemoryOptions& options) {
     if (gpu) {
       out["gpu"] = to_json(parts_of(*gpu));
       out["gpu"]["ranks"] = gpu->num_ranks;
+      out["gpu"]["least_total"] = static_cast<std::int64_t>(smallest->total());
     } else {
       out["gpu_refused"] = why_not;
     }
@@ -86,6 +87,10 @@ void run(const MemoryOptions& options) {
   }
   print(fmt::format("\npeak bytes of one of {} GPU(s), {} rank(s) each (prediction; context and kernels come on top)", config.train.gpus, gpu->num_ranks),
         parts_of(*gpu));
+  if (smallest->total() < gpu->total()) {
+    fmt::print("where that does not fit, MoE layers send rows again and work in blocks of columns, with the same results: down to {}\n",
+               format_bytes(smallest->total()));
+  }
 }
 
 }  // namespace

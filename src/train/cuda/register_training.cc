@@ -31,7 +31,11 @@ std::unique_ptr<StepTrainer> make(const RunConfig& config, Fabric& world, Thread
   return std::make_unique<DeviceTrainer>(config, world, pool);
 }
 
-GpuMemoryEstimate memory(const RunConfig& config) { return device_model_memory(config.model, config.parallel.W(), DeviceTrainer::model_options(config)); }
+GpuMemoryEstimate memory(const RunConfig& config, bool is_smallest) {
+  DeviceModelOptions options = DeviceTrainer::model_options(config);
+  options.memory = is_smallest ? 1 : 0;  // bytes that nothing fits
+  return device_model_memory(config.model, config.parallel.W(), options);
+}
 
 constexpr detail::TrainDeviceBackend kBackend = {num_gpus, check, make, memory};
 
