@@ -185,7 +185,7 @@ area_exchange() {
 area_moe() {
   local options="--ablation --f32 --wgrad-control" peer_options="" loads="--stack sparse,dense-map,padded,capacity --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
   if [ "$num_gpus" -eq 1 ]; then
-    options="--ranks 1 --ablation --eager sparse --seconds 1.5 --stack sparse,exact,exact-resend,exact-blocks,dense-map,padded,capacity,loop"
+    options="--ranks 1 --ablation --eager sparse --most-seconds 1.5 --stack sparse,exact,exact-resend,exact-blocks,dense-map,padded,capacity,loop"
     peer_options="--ranks 1 --variant grouped loop"
     loads="--ranks 1 --eager none --stack sparse,padded --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
   fi

@@ -3,7 +3,7 @@
 // results are compared before it is timed; one that differs is not timed, and the exit code is 1. Prints a table, writes records as JSON lines.
 //   bench_cuda_moe OUT.jsonl [--shape NAME,...] [--stack NAME,...] [--recipe NAME,...] [--load natural|W0..W9|recorded:RUN/routes/STEP/LAYER,...] [--ablation]
 //   [--f32] [--wgrad-control]
-//   [--iterations N] [--seconds S] [--eager NAME,...] [--ranks P] [--factor F] [--combine-sms N,...] [--column-blocks N,...]
+//   [--iterations N] [--most-seconds S] [--eager NAME,...] [--ranks P] [--factor F] [--combine-sms N,...] [--column-blocks N,...]
 //                  [--shapes FILE] [--trace FILE]     --help explains them
 //     --stack     of sparse, beside, exact, exact-resend, exact-blocks, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from
 //     dense-map to sparse.
@@ -13,7 +13,7 @@
 //     --recipe    also the sparse stack under fp8, mxfp8 or nvfp4: weights quantised in every step, and once. Compared with bf16 to the recipe's bound
 //     --f32       also the sparse stack with weight gradients added to in f32
 //     --wgrad-control  also dW1 and dW2 by themselves, beside the same kernel with slices that add to the result in the order in which they come
-//     --iterations  160 steps a row by default (loop: an eighth); --seconds: designs other than sparse and dense-map take at most so many seconds of steps
+//     --iterations  160 steps a row by default (loop: an eighth); --most-seconds: designs other than sparse and dense-map take at most so many seconds of steps
 //     --eager     all by default: designs that can be captured are timed eager, too. Those with a host wait always are
 //     --ranks     2 by default: one on each of two GPUs, or virtual ranks of one
 //     --factor    receive_factor of sparse and dense-map, 1.25 by default; loads other than natural get what their hottest rank needs, and 5%

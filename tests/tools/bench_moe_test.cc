@@ -93,8 +93,8 @@ TEST(MoeBench, OptionsOfTheOtherDeviceAreRefused) {
     more.insert(more.begin(), {"bench", "moe", "--shapes", kFolder + "moe.toml"});
     return error_of([&] { (void)run_bench(more); });
   };
-  for (const char* option : {"--receive-factor=1.5", "--f32-gradients", "--wgrad-control", "--column-blocks=2", "--recipe=fp8", "--no-peer", "--trace=t.json",
-                             "--plot=p.html", "--python=python3"}) {
+  for (const char* option : {"--receive-factor=1.5", "--f32-gradients", "--wgrad-control", "--column-blocks=2", "--eager=none", "--most-seconds=2",
+                             "--recipe=fp8", "--no-peer", "--trace=t.json", "--plot=p.html", "--python=python3"}) {
     EXPECT_THAT(refused({option}), ::testing::HasSubstr("needs --device cuda")) << option;
   }
   EXPECT_THAT(refused({"--device", "cuda", "--tokens", "8"}), ::testing::HasSubstr("--tokens is for --device cpu"));

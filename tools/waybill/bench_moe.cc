@@ -254,6 +254,9 @@ void register_bench_moe(CLI::App& bench) {
   command->add_option("--recipe", options->recipes, "cuda: also the sparse layer under fp8, mxfp8 or nvfp4");
   command->add_flag("--f32-gradients", options->gpu.f32_gradients, "cuda: also with weight gradients added to in fp32");
   command->add_option("--column-blocks", options->gpu.column_blocks, "cuda: blocks of exact-blocks, a list (default: 2)");
+  command->add_option("--eager", options->gpu.eager, "cuda: designs that are timed eager beside captured, a list, or none (default: all)");
+  command->add_option("--most-seconds", options->gpu.seconds, "cuda: of a row's measured steps, for designs other than sparse and dense-map")
+      ->check(CLI::PositiveNumber);
   command->add_flag("--wgrad-control", options->gpu.wgrad_control, "cuda: also the weight gradients beside ones whose sums have no order");
   command->add_flag("--no-peer", options->gpu.no_peer, "cuda: without the PyTorch layer");
   command->add_option("--trace", options->gpu.trace, "cuda: write the phases of a step for Perfetto");
@@ -261,8 +264,8 @@ void register_bench_moe(CLI::App& bench) {
   command->add_option("--python", options->gpu.python, "cuda: interpreter of the PyTorch layer and of --plot")->capture_default_str();
   command->callback([options, command] {
     if (options->common.device == "cuda") return run_on_gpu(*command, *options);
-    for (const char* name :
-         {"--receive-factor", "--recipe", "--f32-gradients", "--wgrad-control", "--column-blocks", "--no-peer", "--trace", "--plot", "--python"}) {
+    for (const char* name : {"--receive-factor", "--recipe", "--f32-gradients", "--wgrad-control", "--column-blocks", "--eager", "--most-seconds", "--no-peer",
+                             "--trace", "--plot", "--python"}) {
       WB_CHECK(command->get_option(name)->count() == 0, "{} needs --device cuda", name);
     }
     run(*options);

@@ -148,7 +148,8 @@ int bench_moe_on_gpu(const BenchOptions& common, const GpuMoeBench& options) {
   pass("--shapes", common.shapes_file.empty() ? shared_file("moe.toml", "--shapes") : common.shapes_file);
   pass("--shape", fmt::format("{}", fmt::join(options.shapes, ","))), pass("--load", fmt::format("{}", fmt::join(options.loads, ",")));
   pass("--stack", fmt::format("{}", fmt::join(options.stacks, ","))), pass("--recipe", fmt::format("{}", fmt::join(options.recipes, ",")));
-  pass("--trace", options.trace), pass("--column-blocks", options.column_blocks);
+  pass("--trace", options.trace), pass("--column-blocks", options.column_blocks), pass("--eager", options.eager);
+  if (options.seconds > 0) pass("--most-seconds", fmt::format("{}", options.seconds));
   pass("--factor", fmt::format("{}", options.receive_factor));
   if (!options.no_ablation) arguments.emplace_back("--ablation");
   if (options.f32_gradients) arguments.emplace_back("--f32");

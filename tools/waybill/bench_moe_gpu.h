@@ -11,8 +11,8 @@ namespace waybill::cli {
 
 struct GpuMoeBench {
   std::vector<std::string> shapes, loads, stacks, recipes;  // empty: the benchmark's own; recipes: bf16 alone
-  std::string column_blocks, trace, plot, python = "python3";
-  double receive_factor = 1.25;
+  std::string column_blocks, eager, trace, plot, python = "python3";
+  double receive_factor = 1.25, seconds = 0;  // seconds: of a row, for designs other than sparse and dense-map; 0: no bound
   bool no_ablation = false, f32_gradients = false, wgrad_control = false, no_peer = false;
 };
 

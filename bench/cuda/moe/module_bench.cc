@@ -282,7 +282,7 @@ class Comparison {
     report_.add(problem, row, dense_);
   }
 
-  // A design that launches a kernel an expert is far slower than the others: fewer steps there. --seconds bounds what is beside the two that are compared.
+  // A design that launches a kernel an expert is far slower than the others: fewer steps there. --most-seconds bounds what is beside the two that are compared.
   int iterations_of(const Design& design, double step_us) const {
     if (design.options.kind == "loop") return std::max(8, options_.iterations / 8);
     if (options_.seconds == 0 || step_us <= 0 || design.label == "sparse" || design.label == "dense-map") return options_.iterations;

@@ -124,7 +124,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   app.add_flag("--f32", o.f32, "also weight gradients that are added to in f32");
   app.add_flag("--wgrad-control", o.wgrad_control, "also the weight gradients by themselves, beside sums without an order");
   app.add_option("--iterations", o.iterations, "measured steps a row")->check(integer_from(1))->capture_default_str();
-  app.add_option("--seconds", o.seconds, "most of them, for designs other than sparse and dense-map (20 steps at least)")->check(number_above_zero());
+  app.add_option("--most-seconds", o.seconds, "most of them, for designs other than sparse and dense-map (20 steps at least)")->check(number_above_zero());
   app.add_option("--ranks", o.ranks, "ranks, on two GPUs or one")->check(integer_from(1))->capture_default_str();
   app.add_option("--factor", o.factor, "receive_factor of sparse and dense-map")->check(number_above_zero())->capture_default_str();
   app.add_option("--shapes", o.shapes_file, "the shapes file")->capture_default_str();

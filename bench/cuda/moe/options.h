@@ -19,7 +19,7 @@ struct Options {
   std::vector<Recipe> recipes;
   bool ablation = false, f32 = false, wgrad_control = false;
   int iterations = 160, ranks = 2;
-  double seconds = 0;  // of measured steps a row, for designs other than sparse and dense-map; 0: no bound
+  double seconds = 0;  // --most-seconds: of measured steps a row, for designs other than sparse and dense-map; 0: no bound
   std::vector<int> combine_sms{32}, column_blocks{2};
   double factor = 1.25;
 
