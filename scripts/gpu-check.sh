@@ -180,12 +180,12 @@ area_exchange() {
   record exchange "$work/exchange.jsonl"
 }
 # Two GPUs: 18 to 47 ms a step and design, about five minutes with the peer. One GPU: one rank, where nothing is exchanged, with every design and each step
-# of the ablation at 160 steps (those of H 7168 for a second and a half each), PyTorch's layer beside it, and the two main designs as 2, 4 and 8 virtual ranks:
+# of the ablation at 160 steps (those of H 7168 for 0.8 s each), PyTorch's layer beside it, and the two main designs as 2, 4 and 8 virtual ranks:
 # about two minutes and a half. WAYBILL_MOE_OPTIONS, WAYBILL_MOE_LOADS and WAYBILL_MOE_PEER_OPTIONS replace the options.
 area_moe() {
   local options="--ablation --f32 --wgrad-control" peer_options="" loads="--stack sparse,dense-map,padded,capacity --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
   if [ "$num_gpus" -eq 1 ]; then
-    options="--ranks 1 --ablation --eager sparse --most-seconds 1.5 --stack sparse,exact,exact-resend,exact-blocks,dense-map,padded,capacity,loop"
+    options="--ranks 1 --ablation --eager sparse --most-seconds 0.8 --stack sparse,exact,exact-resend,exact-blocks,dense-map,padded,capacity,loop"
     peer_options="--ranks 1 --variant grouped loop"
     loads="--ranks 1 --eager none --stack sparse,padded --load W0,W1,W2,W3,W4,W5,W6,W7,W8,W9"
   fi

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the layer's options cost: forward and backward as one graph on one GPU, plain and with one option at a time, interleaved with the plain layer; and what
 // a shared expert of width F saves while rows travel, beside the layer that computes it after they came.
-//   bench_cuda_moe_options [--filter TEXT] [--load W1]      --load: replays the routes of a load of bench/shapes/loads.toml
+//   bench_cuda_moe_options [--filter TEXT] [--load W1] [--ranks P]      --load: replays the routes of a load of bench/shapes/loads.toml; virtual ranks, 1 by
+//   default
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -99,10 +101,15 @@ class Case {
 int main_checked(int argc, char** argv) {
   CaseFilter filter;
   std::string load = "natural";
+  int ranks = 1;
   for (int i = 1; i < argc; i += 2) {
     const std::string option = argv[i];
-    WB_CHECK((option == "--filter" || option == "--load") && i + 1 < argc, "{} is no option, or its value is missing", option);
-    if (option == "--filter") {
+    WB_CHECK((option == "--filter" || option == "--load" || option == "--ranks") && i + 1 < argc, "{} is no option, or its value is missing", option);
+    if (option == "--ranks") {
+      const std::string value = argv[i + 1];
+      const auto [stop, error] = std::from_chars(value.data(), value.data() + value.size(), ranks);
+      WB_CHECK(error == std::errc() && stop == value.data() + value.size() && ranks >= 1, "--ranks '{}' must be an integer of at least 1", value);
+    } else if (option == "--filter") {
       filter = CaseFilter(argv[i + 1]);
     } else {
       load = argv[i + 1];
@@ -131,12 +138,13 @@ int main_checked(int argc, char** argv) {
     for (const Variant& variant : variants) {
       const std::string name = shape.name + ", " + variant.name;
       if (!filter.takes(name)) continue;
-      if (!problem) problem = std::make_unique<Problem>(shape, 1, std::vector<int>{0}, load);
+      if (!problem) problem = std::make_unique<Problem>(shape, ranks, std::vector<int>{0}, load);
       std::unique_ptr<Case>& reference = references[variant.is_shared ? 1 : 0];
       if (!reference) reference = std::make_unique<Case>(*problem, variant.is_shared ? after : plain);
       Case changed(*problem, variant);
+      constexpr int kRounds = 6;
       double before = 0, with = 0;
-      for (int round = 0; round < 2; ++round) before += reference->us() / 2, with += changed.us() / 2;
+      for (int round = 0; round < kRounds; ++round) before += reference->us() / kRounds, with += changed.us() / kRounds;
       std::printf("%-52s plain %9.1f us, with %9.1f us: + %7.1f us (%.3f)", name.c_str(), before, with, with - before, with / before);
       std::printf(changed.dropped > 0 ? ", %d routes dropped\n" : "\n", changed.dropped);
       std::fflush(stdout);

@@ -291,7 +291,7 @@ TEST(DeviceModel, AModelThatMustFitLessMemoryHasTheSameBits) {
 }
 
 TEST(DeviceModelMemory, TheFastestFormThatFitsIsTaken) {
-  ModelConfig config = small_model(2);
+  ModelConfig config = small_model(2, /*K=*/4);
   config.H = 512;
   for (LayerConfig& layer : config.layers) {
     if (layer.is_moe) layer.moe.H = config.H;

@@ -2,6 +2,7 @@
 // Exact sizes: the bits of budgets, memory as large as the fullest step, refusals; and the buffer that grows in place.
 #include <gmock/gmock.h>
 
+#include "core/cuda/dense_matmul.h"
 #include "core/cuda/growable_buffer.h"
 #include "core/cuda/num_sms.h"
 #include "core/cuda/work_room.h"
@@ -150,6 +151,7 @@ TEST(MoeSizesRoom, AStepTakesThePredictedRoomOfItsStream) {
 TEST(MoeSizesRoom, ALayerTakesThePredictedMemory) {
   WB_NEEDS_GPU();
   register_moe_kernels();
+  prepare_dense_matmul(0);  // what a process makes once
   const auto expect_predicted = [](const MoeConfig& c, const DeviceMoeOptions& options, const std::string& what) {
     constexpr int P = 2;
     const std::vector<int> devices{0};
