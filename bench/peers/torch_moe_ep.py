@@ -14,7 +14,8 @@ Before anything is timed every variant's output and gradients are compared with 
 Routes are natural by default: x is normal, the rows of the gate have length 1, so that the logits of a token are normal with the same spread for
 every expert. --load W0 to W9 replays the routes that bench_cuda_moe replays (loads.py; the scores stay the gate's). A call is timed by two events
 behind a barrier and a synchronisation, forward + backward; its time is the slower rank's; the record holds the median over the iterations. TFLOP/s
-per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F (H: the width of rows, which a latent shape projects to and from). Memory: torch's peak less weights and their gradients. --ranks-per-gpu
+per GPU count expert matmuls: 3 matmuls x (2 forward + 4 backward) x T K H F (H: the width of rows, which a latent
+shape projects to and from). Memory: torch's peak less weights and their gradients. --ranks-per-gpu
 N: a process has the tokens of N ranks (and its share of all experts), as a GPU with N virtual ranks has. Shares: kernel time by name in one profiled
 call. Environment: NCCL_NVLS_ENABLE=0 is set.
 """
