@@ -86,6 +86,22 @@ TEST(GroupedFp8Cuda, WidthsOfModelsAndPartialTiles) {
   }
 }
 
+// A tile's warpgroups have 64 rows each: of the last tile one, two or three have rows, some of them few; an odd number of row tiles is shared by columns.
+TEST(GroupedFp8Cuda, EveryHeightOfAGradient) {
+  WB_NEEDS_HOPPER();
+  for (const GemmOutput output : kOutputs) {
+    for (const Fp8Kernel& kernel : fp8_kernels(GemmForm::kTN, output, Fp8Types::kE4M3)) {
+      for (const int m : {8, 64, 72, 128, 136, 192, 200, 320, 384, 456, 576}) {
+        for (const int n : {40, 264}) {
+          Fp8Sizes sizes{GemmForm::kTN, output, Fp8Types::kE4M3, {130, 0, 1, 900, 64, 257}, m, n, 0};
+          sizes.small_integers = true;
+          expect_right(sizes, {kernel.tile, 2});
+        }
+      }
+    }
+  }
+}
+
 TEST(GroupedFp8Cuda, TheCheckSeesOneWrongElementAndOneWriteBehindTheEnd) {
   WB_NEEDS_HOPPER();
   const Fp8Case c({GemmForm::kNT, GemmOutput::kBf16, Fp8Types::kE4M3, {130, 0, 7}, 0, 136, 272});

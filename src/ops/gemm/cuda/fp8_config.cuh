@@ -13,18 +13,19 @@ struct Fp8Config {
   static constexpr GemmOutput kOutput = kOutput_;
   static constexpr Fp8Types kTypes = kTypes_;
   static constexpr int kBlockN = kBlockN_, kStages = kStages_, kCluster = kCluster_, kBuffers = kBuffers_;
-  static constexpr int kBytesA = gemm_limits::kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
-  static constexpr int kThreads = 384, kMathWarps = gemm_limits::kMathWarps;
-  static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockN), kFirstScaleB = fp8_limits::first_scale_b(kForm);
+  static constexpr int kMathGroups = fp8_limits::math_groups({kBlockN, kStages, kCluster, kBuffers}), kMathWarps = 4 * kMathGroups,
+                       kThreads = 128 * (1 + kMathGroups);
+  static constexpr int kBlockM = 64 * kMathGroups, kBytesA = kBlockM * fp8_limits::kBlockK, kBytesB = kBlockN * fp8_limits::kBlockK;
+  static constexpr int kScaleFloats = fp8_limits::scale_floats(kForm, kBlockM, kBlockN), kFirstScaleB = fp8_limits::first_scale_b(kForm, kBlockM);
   // Columns of a matrix instruction. 192: more than one product would leave the tensor cores waiting for A twice.
   static constexpr int kPartN = kBlockN == 192 ? 192 : 128, kParts = kBlockN / kPartN;
   static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
   // Registers a thread after launch; walking groups by blocks takes more.
-  static constexpr int kProducerRegisters = 56, kMathRegisters = 224;
+  static constexpr int kProducerRegisters = 56, kMathRegisters = kMathGroups == 3 ? 152 : 224;
   static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kBuffers > 2;  // grouped_accumulate.cuh
   static constexpr bool kCutsLastRound = kForm == GemmForm::kNT && kOutput == GemmOutput::kBf16 && kBlockN == 256 && kCluster == 2;
   static constexpr int kSumBuffers = kFetches ? kBuffers : 1;
-  using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN>;
+  using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN, kBlockM>;
 };
 
 template <class C>
@@ -36,7 +37,7 @@ struct Fp8Shared {
   std::uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], unit_wanted, ticket_full[2], ticket_empty[2];
   Unit units[kUnitSlots];
   std::uint32_t ticket[2];
-  int came_second[2];
+  int came_second[C::kMathGroups];
   unsigned sums_phases[C::kMathWarps];
 };
 

@@ -25,16 +25,18 @@ struct Fp8Params : GroupedParams {
 
 namespace fp8_limits {
 inline constexpr int kBlockK = 128;
-inline constexpr int kScalesA = gemm_limits::kBlockM;
+// Math warpgroups of a CTA, 64 rows of the tile each: tiles of 128 columns that leave room for three have three, 192 rows.
+constexpr int math_groups(const GemmTile& tile) { return tile.block_n == 128 && tile.stages <= 4 ? 3 : 2; }
+constexpr int block_m(const GemmTile& tile) { return 64 * math_groups(tile); }
 // kNT: rows of a box of A's scales. The copy engine takes starts at multiples of 16 bytes only, so a box begins up to three rows before the tile.
-inline constexpr int kScaleBox = kScalesA + 4;
+constexpr int scale_box(int block_m) { return block_m + 4; }
 // Floats of a stage's scales, whole pieces of 128 bytes: of A's rows, and of B from first_scale_b() on.
-constexpr int scale_floats(GemmForm form, int block_n) { return form == GemmForm::kTN ? kScalesA + block_n : kScaleBox + 28; }
-constexpr int first_scale_b(GemmForm form) { return form == GemmForm::kTN ? kScalesA : kScaleBox + 4; }
-// A stage holds as many bytes as one of 16-bit elements of half the depth.
+constexpr int scale_floats(GemmForm form, int block_m, int block_n) { return form == GemmForm::kTN ? block_m + block_n : scale_box(block_m) + 28; }
+constexpr int first_scale_b(GemmForm form, int block_m) { return form == GemmForm::kTN ? block_m : scale_box(block_m) + 4; }
 constexpr int shared_bytes(GemmForm form, const GemmTile& tile) {
-  return gemm_limits::shared_bytes(tile) - gemm_limits::kControlBytes + tile.stages * scale_floats(form, tile.block_n) * 4 +
-         (form == GemmForm::kTN ? 1024 : 512);
+  const int rows = block_m(tile);
+  return tile.stages * ((rows + tile.block_n) * kBlockK + scale_floats(form, rows, tile.block_n) * 4) + rows / 16 * tile.buffers * gemm_limits::kBufferBytes +
+         (form == GemmForm::kNT && tile.block_n == 256 ? 512 : gemm_limits::kControlBytes);  // the widest leave no more
 }
 }  // namespace fp8_limits
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_codes(const Fp8Params& p, const Unit& u, st
   if (loads_a) {
     const int x = in_blocks ? 0 : block * fp8_limits::kBlockK, z = in_blocks ? u.k_row + block : 0;
     if (shared_a) {
-      if (rank < halves) ptx::tensor_load_3d_multicast(to + rank * gemm_limits::kHalfBytes, &p.a, x, u.m0 + rank * 64, z, bar, 3);
+      for (int h = rank; h < halves; h += 2) ptx::tensor_load_3d_multicast(to + h * gemm_limits::kHalfBytes, &p.a, x, u.m0 + h * 64, z, bar, 3);
     } else {
       for (int h = 0; h < halves; ++h) ptx::tensor_load_3d(to + h * gemm_limits::kHalfBytes, &p.a, x, u.m0 + h * 64, z, bar);
     }
@@ -56,10 +56,10 @@ __device__ void copy_codes(const Fp8Params& p, Fp8Shared<C>& shared, int rank) {
     units.advance();
     if (u.num_blocks < 0) return;
     const bool has_columns = u.n0 < p.n, loads_a = has_columns || (C::kCluster == 2 && u.pair == kPairN);
-    const int halves = u.m_valid > 64 ? 2 : 1;
+    const int halves = min((u.m_valid + 63) / 64, C::kMathGroups);  // of 64 rows
     const bool has_scales = has_columns && (C::kForm == GemmForm::kTN || p.has_scale_map);
     const int bytes_b = C::kCutsLastRound && u.is_narrow() ? C::kBytesB / 2 : C::kBytesB;
-    constexpr int kScaleBytes = 4 * (C::kForm == GemmForm::kTN ? C::kScaleFloats : fp8_limits::kScaleBox);
+    constexpr int kScaleBytes = 4 * (C::kForm == GemmForm::kTN ? C::kScaleFloats : fp8_limits::scale_box(C::kBlockM));
     const std::uint32_t bytes =
         static_cast<std::uint32_t>((loads_a ? halves * gemm_limits::kHalfBytes : 0) + (has_columns ? bytes_b : 0) + (has_scales ? kScaleBytes : 0));
     constexpr int kLead = 4;  // see copy_blocks()
@@ -114,7 +114,7 @@ __device__ void copy_scales(const Fp8Params& p, Fp8Shared<C>& shared) {
       if (thread < C::kParts) ptx::copy_async_4(ptx::smem_address(&shared.scales[stages.slot][C::kFirstScaleB + thread]), tile, has_tile);
       if (!p.has_scale_map) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < C::kMathGroups; ++h) {
           const int row = thread + 64 * h;
           const bool is_there = row < u.m_valid;
           const std::int64_t at = is_there ? (u.m0 + row) * p.a_scale_stride + block * p.a_scale_k : 0;

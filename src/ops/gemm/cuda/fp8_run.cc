@@ -26,8 +26,8 @@ const Fp8Kernel& find_kernel(const Fp8Problem& p, const GemmTile& tile) {
   for (const Fp8Kernel& kernel : fp8_kernels(p.form, p.output, p.types)) {
     if (kernel.tile == tile) return kernel;
   }
-  WB_FAIL(ErrorCode::kUnsupported, "no 8-bit grouped matmul kernel has a tile of 128 x {} with {} stages, clusters of {} and {} buffers", tile.block_n,
-          tile.stages, tile.cluster, tile.buffers);
+  WB_FAIL(ErrorCode::kUnsupported, "no 8-bit grouped matmul kernel has a tile of {} x {} with {} stages, clusters of {} and {} buffers",
+          fp8_limits::block_m(tile), tile.block_n, tile.stages, tile.cluster, tile.buffers);
 }
 
 std::int64_t units_of_tiles(std::int64_t m_tiles, std::int64_t n_tiles, int cluster) {
@@ -41,7 +41,7 @@ CUtensorMap codes_map(const char* name, const void* data, std::int64_t planes, s
 void fill_operands(Fp8Params& params, const Fp8Problem& p, const GemmTile& tile) {
   const bool is_tn = p.form == GemmForm::kTN;
   const std::int64_t k_blocks = div_up(p.k, kBlockK);
-  params.a = is_tn ? codes_map("a", p.a, p.max_blocks, p.m, kBlockK, kBlockM / 2) : codes_map("a", p.a, 1, p.rows, p.k, kBlockM / 2);
+  params.a = is_tn ? codes_map("a", p.a, p.max_blocks, p.m, kBlockK, 64) : codes_map("a", p.a, 1, p.rows, p.k, 64);
   params.b = is_tn           ? codes_map("b", p.b, p.max_blocks, p.n, kBlockK, tile.block_n / 2)
              : p.b_is_turned ? codes_map("b", p.b, p.groups * k_blocks, p.n, kBlockK, tile.block_n / 2)
                              : codes_map("b", p.b, p.groups, p.n, p.k, tile.block_n / 2);
@@ -50,10 +50,10 @@ void fill_operands(Fp8Params& params, const Fp8Problem& p, const GemmTile& tile)
   params.a_scales = p.a_scales, params.b_scales = p.b_scales;
   params.has_scale_map = !is_tn && p.a_scale_stride == 1 && p.a_scale_k % 4 == 0 && reinterpret_cast<std::uintptr_t>(p.a_scales) % 16 == 0;
   if (is_tn) {
-    params.a_scale_map = make_row_map("a's scales", p.a_scales, p.max_blocks, p.m, p.m, fp8_limits::kScalesA);
+    params.a_scale_map = make_row_map("a's scales", p.a_scales, p.max_blocks, p.m, p.m, fp8_limits::block_m(tile));
     params.b_scale_map = make_row_map("b's scales", p.b_scales, p.max_blocks, p.n, p.n, tile.block_n);
   } else if (params.has_scale_map) {
-    params.a_scale_map = make_row_map("a's scales", p.a_scales, k_blocks, p.rows, p.a_scale_k, fp8_limits::kScaleBox);
+    params.a_scale_map = make_row_map("a's scales", p.a_scales, k_blocks, p.rows, p.a_scale_k, fp8_limits::scale_box(fp8_limits::block_m(tile)));
   }
   params.a_scale_stride = is_tn ? p.m : p.a_scale_stride, params.a_scale_k = p.a_scale_k, params.b_scale_stride = p.n;
   params.b_scale_group = p.b_scale_group, params.b_scale_column = p.b_scale_column, params.b_scale_k = p.b_scale_k;
@@ -97,7 +97,8 @@ std::string refuse_fp8(const Fp8Problem& p, int device) {
 }
 
 std::string describe(const Fp8Tuning& t) {
-  return fmt::format("128x{}x128, {} stages, cluster {}, {} buffers, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers, t.band);
+  return fmt::format("{}x{}x128, {} stages, cluster {}, {} buffers, band {}", fp8_limits::block_m(t.tile), t.tile.block_n, t.tile.stages, t.tile.cluster,
+                     t.tile.buffers, t.band);
 }
 
 void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStream_t stream) {
@@ -106,7 +107,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
   const GemmTile& tile = tuning.tile;
   const Fp8Kernel& kernel = find_kernel(p, tile);
   const GroupedLaunch launch{reinterpret_cast<const void*>(kernel.kernel), tile.cluster, static_cast<std::size_t>(fp8_limits::shared_bytes(p.form, tile)),
-                             tile.block_n};
+                             tile.block_n, 128 * (1 + fp8_limits::math_groups(tile))};
   const int clusters = resident_clusters(launch, device);
   const std::int64_t n_tiles = div_up(p.n, tile.block_n);
   Fp8Params params{};
@@ -120,7 +121,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
   std::int64_t units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
   std::size_t split_units = 0;
   if (is_tn) {
-    const std::int64_t tiles = units_of_tiles(div_up(p.m, kBlockM), n_tiles, tile.cluster);
+    const std::int64_t tiles = units_of_tiles(div_up(p.m, fp8_limits::block_m(tile)), n_tiles, tile.cluster);
     // As run_grouped() does: one group of many tiles fills the GPU by itself.
     if (tuning.slices_per_cluster > 0 && tiles < tuning.slices_per_cluster * clusters && p.rows >= 2 * kBlockK * tuning.min_slice_blocks) {
       params.slices_per_cluster = tuning.slices_per_cluster, params.min_slice_blocks = std::max(tuning.min_slice_blocks, 8);
@@ -131,8 +132,9 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
     params.slice_tiles = static_cast<int>(tiles);
     units = std::min<std::int64_t>(p.groups * tiles + params.max_split_units, clusters);
   }
-  const GroupedScratch& scratch =
-      grouped_scratch(device, stream, split_units * static_cast<std::size_t>(tile.cluster), static_cast<std::size_t>(kBlockM * tile.block_n));
+  // Partial tiles of two warpgroups are what the scratch counts.
+  const std::size_t partials = div_up(static_cast<std::int64_t>(split_units) * tile.cluster * fp8_limits::math_groups(tile), 2);
+  const GroupedScratch& scratch = grouped_scratch(device, stream, partials, static_cast<std::size_t>(kBlockM * tile.block_n));
   params.ticket = scratch.ticket.as<std::uint32_t>(), params.arrivals = scratch.arrivals.as<std::uint32_t>(), params.partials = scratch.partials.as<float>();
   launch_grouped(launch, static_cast<int>(units), tuning.overlap, stream, &params);
 }
@@ -142,23 +144,31 @@ Fp8Tuning choose_fp8_tuning(const Fp8Problem& p, int num_sms) {
   best.band = p.form == GemmForm::kNT && !p.b_is_turned ? 2 : 8;  // measured (docs/perf/grouped-gemm-fp8.md)
   if (p.form == GemmForm::kTN) {
     const bool adds = p.output == GemmOutput::kAddF32, fetches = adds && p.rows <= gemm_limits::kFetchedRows * std::max<std::int64_t>(p.groups, 1);
-    const GemmTile narrow = fetches ? GemmTile{128, 4, 2, 4} : GemmTile{128, 5, 2, 2},
-                   wide = adds && !fetches ? GemmTile{192, 4, 2, 2} : GemmTile{192, 4, 2, 3};
-    best.tile = p.n % 192 != 0 && p.n <= 1024 ? narrow : wide;
+    // 128 x 192 or 192 x 128: at the same rate (docs/perf/grouped-gemm-fp8.md), so the one that computes less beyond the edges.
+    const std::int64_t wide = div_up(p.m, 128) * div_up(p.n, 192), high = div_up(p.m, 192) * div_up(p.n, 128);
+    if (high <= wide) {
+      best.tile = fetches ? GemmTile{128, 3, 2, 4} : GemmTile{128, 4, 2, 2};
+    } else {
+      best.tile = fetches ? GemmTile{192, 3, 2, 6} : (adds ? GemmTile{192, 4, 2, 2} : GemmTile{192, 4, 2, 3});
+    }
     return best;
   }
   struct Choice {
     GemmTile tile;
-    double cost;  // of a full wave, beside its width
+    double cost, short_cost;  // of a full wave, beside its size; the second where 256 columns take few waves: results in flight count more there
   };
-  static constexpr Choice kChoices[] = {{{256, 4, 2, 2}, 1.0}, {{128, 5, 2, 2}, 1.15}, {{128, 5, 1, 2}, 1.2}};
+  static constexpr Choice kChoices[] = {{{256, 4, 2, 2}, 1.0, 1.0}, {{128, 5, 2, 2}, 1.15, 1.15}, {{128, 5, 1, 2}, 1.2, 1.2}, {{128, 4, 2, 2}, 1.1, 0.95}};
+  const std::int64_t mean = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
   double best_cost = 0;
+  bool is_short = false;
   for (const Choice& choice : kChoices) {
-    const std::int64_t mean = div_up(p.rows, std::max<std::int64_t>(p.groups, 1));
-    const std::int64_t units = p.groups * units_of_tiles(div_up(mean, kBlockM), div_up(p.n, choice.tile.block_n), choice.tile.cluster);
+    const int rows = fp8_limits::block_m(choice.tile);
+    const std::int64_t units = p.groups * units_of_tiles(div_up(mean, rows), div_up(p.n, choice.tile.block_n), choice.tile.cluster);
     const std::int64_t clusters = num_sms / choice.tile.cluster, last = units % clusters;
     const bool is_cut = choice.tile.block_n == 256 && p.output == GemmOutput::kBf16 && units > clusters && last > 0 && 2 * last <= clusters;
-    const double rounds = static_cast<double>(div_up(units, clusters)) - (is_cut ? 0.5 : 0.0), cost = rounds * choice.tile.block_n * choice.cost;
+    const double rounds = static_cast<double>(div_up(units, clusters)) - (is_cut ? 0.5 : 0.0);
+    if (choice.tile.block_n == 256) is_short = rounds <= 4;
+    const double cost = rounds * choice.tile.block_n * rows / kBlockM * (is_short ? choice.short_cost : choice.cost);
     if (best_cost == 0 || cost < best_cost) best.tile = choice.tile, best_cost = cost;
   }
   return best;

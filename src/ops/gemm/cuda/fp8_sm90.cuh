@@ -4,7 +4,8 @@
 // Grid, units, clusters and the result's way to memory are those of grouped_sm90.cuh. What differs:
 //   k blocks of 128 codes, the same 128 bytes of a row; both operands lie k-adjacent, which is all that 8-bit matrix instructions take
 //   warps 2, 3   kNT: copy scales that no map describes beside each k block into its stage; they count on its barrier as the copy engine does
-//   warps 4-11   a k block's products are summed by the tensor cores alone (which keep about 14 bits), 128 columns at a time, and then added
+//   warps 4-11   (4-15 where a tile has 192 rows) a k block's products are summed by the tensor cores alone (which keep about 14 bits), 128 columns at a time,
+//   and then added
 //                in fp32 under their scales. While one warpgroup adds, the tensor cores work for the other.
 // Bytes: every tile reads (128 + kBlockN) x k codes, mostly from the L2, and writes D once.
 #pragma once
@@ -91,11 +92,13 @@ __device__ __forceinline__ void start_part(float (&part)[C::kPartN / 2], int slo
   ptx::wgmma_commit();
 }
 
-// All blocks of a unit. hand_on(slot) gives a stage back. skipped: scales in a stage before those of the tile's first row. Between a part's products and the
-// next part's only the sums remain: what needs a way to shared memory, scales and the next stage's barrier, goes while the tensor cores work.
-template <class C, class HandOn>
+// All blocks of a unit. hand_on(slot) gives a stage back; fetch() asks for D's values, once the last results have left their room. skipped: scales in a stage
+// before those of the tile's first row. Between a part's products and the next part's only the sums remain: what needs a way to shared memory, scales and the
+// next stage's barrier, goes while the tensor cores work.
+template <class C, class HandOn, class Fetch>
 __device__ __forceinline__ void multiply_blocks(float (&acc)[C::kBlockN / 2], Fp8Shared<C>& shared, int num_blocks, Ring<C::kStages>& stages, int skipped,
-                                                bool is_narrow, const MathThread& t, const HandOn& hand_on) {
+                                                bool is_narrow, const MathThread& t, const HandOn& hand_on, const Fetch& fetch) {
+  const int fetch_at = num_blocks > 4 ? num_blocks - 2 : num_blocks;
   const int thread = ptx::thread_index() % 128, lane = thread % 32, row = 64 * t.warpgroup + 16 * (thread / 32) + lane / 4;
   bool is_full = ptx::mbarrier_try(&shared.full[stages.slot], stages.parity);
 #pragma unroll 1
@@ -110,6 +113,9 @@ __device__ __forceinline__ void multiply_blocks(float (&acc)[C::kBlockN / 2], Fp
       if (index == 0) scales = load_scales<C>(shared, slot, row + skipped, lane);
       const bool is_last = index == C::kParts - 1 || (C::kCutsLastRound && is_narrow);
       if (is_last) stages.advance();
+      if constexpr (kFetchesSums<C>) {
+        if (is_last && num_blocks == fetch_at) fetch();
+      }
       ptx::wgmma_wait<0>();
       ptx::wgmma_keep(part);
       if (is_last) {
@@ -149,13 +155,12 @@ __device__ __forceinline__ void multiply_unit_fp8(const Fp8Params& p, Fp8Shared<
   float acc[C::kBlockN / 2];
 #pragma unroll
   for (float& value : acc) value = 0.0f;
-  if constexpr (kFetchesSums<C>) {
+  const auto fetch = [&] {
     const int warp = 4 * t.warpgroup + ptx::thread_index() % 128 / 32;
     if (u.num_slices == 1 && ptx::thread_index() % 32 == 0 && fetches_sums(u, warp)) start_sums<C>(p, shared, u, warp);
-    __syncwarp();
-  }
+  };
   const bool is_narrow = C::kCutsLastRound && uniform(u.slice) != 0;
-  multiply_blocks<C>(acc, shared, num_blocks, stages, C::kForm == GemmForm::kNT ? uniform(u.m0) & 3 : 0, is_narrow, t, hand_on);
+  multiply_blocks<C>(acc, shared, num_blocks, stages, C::kForm == GemmForm::kNT ? uniform(u.m0) & 3 : 0, is_narrow, t, hand_on, fetch);
   if (C::kForm == GemmForm::kTN && u.num_slices > 1 && !meet_slices<C>(acc, p, u, t.warpgroup, ptx::thread_index() % 128, &shared.came_second[t.warpgroup])) {
     return;
   }
@@ -200,8 +205,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_fp8_sm90(const __grid_
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   Fp8Shared<C>& shared = *reinterpret_cast<Fp8Shared<C>*>(shared_bytes);
-  static_assert(sizeof(Fp8Shared<C>) <= 227 * 1024 &&
-                sizeof(Fp8Shared<C>) <= fp8_limits::shared_bytes(C::kForm, {C::kBlockN, C::kStages, C::kCluster, C::kBuffers}));
+  constexpr int kAsked = fp8_limits::shared_bytes(C::kForm, {C::kBlockN, C::kStages, C::kCluster, C::kBuffers});
+  static_assert(sizeof(Fp8Shared<C>) <= kAsked && kAsked <= 227 * 1024);
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&p.a), ptx::prefetch_tensor_map(&p.b), ptx::prefetch_tensor_map(&p.d);

@@ -35,11 +35,55 @@ __device__ __forceinline__ void start_sums(const GroupedParams& p, Shared& share
   }
 }
 
+template <class C>
+__device__ __forceinline__ void add_group(const float (&acc)[C::kBlockN / 2], int group, std::uint8_t* buffer, int lane) {
+  const int row = lane / 4, q = lane % 4;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int at = 4 * (4 * group + j);
+    auto* low = reinterpret_cast<float2*>(buffer + piece_offset(row, 2 * j + q / 2) + 8 * (q & 1));
+    auto* high = reinterpret_cast<float2*>(buffer + piece_offset(row + 8, 2 * j + q / 2) + 8 * (q & 1));
+    const float2 a = *low, c = *high;
+    *low = make_float2(a.x + acc[at], a.y + acc[at + 1]), *high = make_float2(c.x + acc[at + 2], c.y + acc[at + 3]);
+  }
+}
+
+// Room for all of the warp's results: one memory fence for all of them, and no buffer is waited for.
+template <class C, class Shared>
+__device__ __forceinline__ void add_all_sums(const float (&acc)[C::kBlockN / 2], Shared& shared, const GroupedParams& p, const Unit& u, int warp) {
+  const int lane = ptx::thread_index() % 32;
+  volatile unsigned& phases = shared.sums_phases[warp];  // in shared memory: held, it would cost spills
+#pragma unroll
+  for (int g = 0; g < C::kBuffers; ++g) {
+    if (u.n0 + kSumColumns * g >= p.n) break;
+    const unsigned phase = phases;
+    ptx::mbarrier_wait(&shared.sums_full[warp][g], phase >> g & 1u);
+    __syncwarp();
+    if (lane == 0) phases = phase ^ 1u << g;
+    add_group<C>(acc, g, shared.buffers[warp][g], lane);
+  }
+  ptx::fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int g = 0; g < C::kBuffers; ++g) {
+      if (u.n0 + kSumColumns * g >= p.n) break;
+      ptx::tensor_store_3d(&p.d, shared.buffers[warp][g], u.n0 + kSumColumns * g, u.m0 + 16 * warp, u.group);
+    }
+    ptx::bulk_commit();
+  }
+  __syncwarp();
+}
+
 template <class C, class Shared>
 __device__ __forceinline__ void add_sums(const float (&acc)[C::kBlockN / 2], Shared& shared, const GroupedParams& p, const Unit& u, int warp) {
   constexpr int kGroups = C::kBlockN / kSumColumns, kBuffers = C::kBuffers;
   static_assert(kGroups % kBuffers == 0 && kBuffers >= 2);
-  const int lane = ptx::thread_index() % 32, row = lane / 4, q = lane % 4;
+  if constexpr (kGroups == kBuffers) {
+    add_all_sums<C>(acc, shared, p, u, warp);
+    return;
+  }
+  const int lane = ptx::thread_index() % 32;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     if (u.n0 + kSumColumns * g >= p.n) break;
@@ -50,14 +94,7 @@ __device__ __forceinline__ void add_sums(const float (&acc)[C::kBlockN / 2], Sha
     __syncwarp();
     if (lane == 0) phases = phase ^ 1u << b;
     std::uint8_t* buffer = shared.buffers[warp][b];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int at = 4 * (4 * g + j);
-      auto* low = reinterpret_cast<float2*>(buffer + piece_offset(row, 2 * j + q / 2) + 8 * (q & 1));
-      auto* high = reinterpret_cast<float2*>(buffer + piece_offset(row + 8, 2 * j + q / 2) + 8 * (q & 1));
-      const float2 a = *low, c = *high;
-      *low = make_float2(a.x + acc[at], a.y + acc[at + 1]), *high = make_float2(c.x + acc[at + 2], c.y + acc[at + 3]);
-    }
+    add_group<C>(acc, g, buffer, lane);
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane == 0) {

@@ -23,7 +23,7 @@ void fill_config(LaunchRoom& room, const GroupedLaunch& launch, int num_clusters
   room.attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   room.attributes[1].val.programmaticStreamSerializationAllowed = 1;
   room.config.gridDim = dim3(static_cast<unsigned>(num_clusters * launch.cluster));
-  room.config.blockDim = dim3(384);
+  room.config.blockDim = dim3(static_cast<unsigned>(launch.threads));
   room.config.dynamicSmemBytes = launch.shared_bytes;
   room.config.stream = stream;
   room.config.attrs = room.attributes;

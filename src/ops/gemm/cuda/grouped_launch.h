@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of persistent clusters of 384-thread CTAs, and the scratch that they share on a stream.
+// Launches of persistent clusters of CTAs, and the scratch that they share on a stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +15,7 @@ struct GroupedLaunch {
   int cluster;         // CTAs
   std::size_t shared_bytes;
   int block_n;  // for messages
+  int threads = 384;
 };
 
 // Clusters that are resident at once; prepares the kernel on the device the first time.

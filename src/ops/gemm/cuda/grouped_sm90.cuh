@@ -61,7 +61,9 @@ template <class C>
 __device__ __forceinline__ bool meet_slices(float (&acc)[C::kBlockN / 2], const GroupedParams& p, const Unit& u, int warpgroup, int thread, int* came_second) {
   constexpr std::int64_t kFloats = 64 * C::kBlockN;
   const int rank = C::kCluster == 2 ? static_cast<int>(ptx::cluster_rank()) : 0;
-  const auto place = [&](int slice) { return (static_cast<std::int64_t>(u.first_slot + slice * u.slot_stride) * C::kCluster + rank) * 2 + warpgroup; };
+  const auto place = [&](int slice) {
+    return (static_cast<std::int64_t>(u.first_slot + slice * u.slot_stride) * C::kCluster + rank) * (C::kMathWarps / 4) + warpgroup;
+  };
 #pragma unroll 1
   for (int bit = 1; bit < u.num_slices; bit *= 2) {
     const int slice = u.slice & -bit;  // the first one that acc holds

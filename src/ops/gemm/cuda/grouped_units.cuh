@@ -14,7 +14,7 @@ namespace waybill::cuda {
 enum PairMode : int { kPairM = 0, kPairN = 1 };
 
 struct alignas(16) Unit {
-  int group, m0, m_valid, n0;                      // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's 128 rows exist
+  int group, m0, m_valid, n0;                      // m0: first row of D (kNT, kNN: row of the ragged tensor), m_valid of this tile's rows exist
   int k_row, num_blocks, k_tail, pair;             // kTN: first row; k_tail rows of the last block exist. num_blocks -1: no more units
   int slice, num_slices, first_slot, slot_stride;  // kTN: the partial tile of slice s is at first_slot + s * slot_stride
   // kNT: whether it is only half of the tile's columns; the other half is the unit before or behind.
@@ -22,13 +22,14 @@ struct alignas(16) Unit {
 };
 
 // kBlockK: rows of a k block. kIsBlocked (kTN): operands lie in blocks of kBlockK rows that start anew at each group, and k_row counts blocks.
-template <GemmForm kForm, int kBlockN, int kCluster, int kBlockK = gemm_limits::kBlockK, bool kIsBlocked = false>
+// kBlockM: rows of a tile.
+template <GemmForm kForm, int kBlockN, int kCluster, int kBlockK = gemm_limits::kBlockK, bool kIsBlocked = false, int kBlockM = gemm_limits::kBlockM>
 class UnitWalker {
  public:
   __device__ UnitWalker(const GroupedParams& p, int lane, int num_clusters) : p_(p), lane_(lane), pass_(p.max_split_units > 0 ? 0 : p.num_passes - 1) {
     q_tiles_ = (p.n + kBlockN - 1) / kBlockN;
     if constexpr (kForm == GemmForm::kTN) {
-      tiles_ = units_of_tiles((p.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
+      tiles_ = units_of_tiles((p.m + kBlockM - 1) / kBlockM);
       const long long blocks = max(min(__ldg(p.offsets + p.groups), p.rows), 0) / kBlockK + 1;
       slice_blocks_ = max(static_cast<int>(blocks * p.slice_tiles / (static_cast<long long>(num_clusters) * p.slices_per_cluster)), p.min_slice_blocks);
     }
@@ -88,7 +89,7 @@ class UnitWalker {
       for (int limit = slice_blocks_; pass > 0 && pass < p_.num_passes - 1 && blocks <= limit; limit = limit * 3 / 4) ++pass;
       return pass == pass_ ? slices * tiles_ : 0;
     } else {
-      return units_of_tiles((rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM);
+      return units_of_tiles((rows + kBlockM - 1) / kBlockM);
     }
   }
   __device__ int inclusive_sum(int value) const {
@@ -139,7 +140,7 @@ class UnitWalker {
   __device__ void describe(int unit, int local, int begin, int rows, int rank, Unit& out) const {
     int m_tiles;
     if constexpr (kForm == GemmForm::kTN) {
-      m_tiles = (p_.m + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
+      m_tiles = (p_.m + kBlockM - 1) / kBlockM;
       const int blocks = blocks_of(rows), slices = slices_of(blocks), slice = local / tiles_;
       const int first = first_block_of(slice, blocks, slices), last = first_block_of(slice + 1, blocks, slices);
       out.slice = slice, out.num_slices = slices, out.first_slot = unit - slice * tiles_, out.slot_stride = tiles_;
@@ -147,7 +148,7 @@ class UnitWalker {
       out.k_tail = slice == slices - 1 && blocks > 0 ? rows - (blocks - 1) * kBlockK : kBlockK;
       local -= slice * tiles_;
     } else {
-      m_tiles = (rows + gemm_limits::kBlockM - 1) / gemm_limits::kBlockM;
+      m_tiles = (rows + kBlockM - 1) / kBlockM;
       out.slice = 0, out.num_slices = 1, out.first_slot = 0, out.slot_stride = 0;
       out.k_row = 0, out.num_blocks = blocks_of(p_.k), out.k_tail = kBlockK;
     }
@@ -164,9 +165,9 @@ class UnitWalker {
       m_tile = m_tiles - 1;
       out.pair = kPairN;
     }
-    const int extent = kForm == GemmForm::kTN ? p_.m : rows, m_local = m_tile * gemm_limits::kBlockM;
+    const int extent = kForm == GemmForm::kTN ? p_.m : rows, m_local = m_tile * kBlockM;
     out.m0 = m_local + (kForm == GemmForm::kTN ? 0 : begin);
-    out.m_valid = min(extent - m_local, gemm_limits::kBlockM);
+    out.m_valid = min(extent - m_local, kBlockM);
     out.n0 = n_tile * kBlockN;
     if (kForm == GemmForm::kTN && out.num_slices > 1 && unit >= p_.max_split_units) out.m_valid = 0, out.num_blocks = 0, out.num_slices = 1;
   }
