@@ -172,6 +172,13 @@ TEST(ExchangeNccl, DifferentConfigsAndWindowsAreRefusedOnEveryRank) {
     ::_exit(is_refused ? 0 : 1);
   };
   EXPECT_THAT(run_processes(2, other_arena), ::testing::Each(0));
+  const auto large_arena = [&](int rank) -> int {
+    play_two_nodes(rank);
+    NcclOptions wanted = options(20000);
+    wanted.ranks_per_node = 1, wanted.arena_bytes = std::size_t{1} << 42;
+    ::_exit(refused([&] { const NcclWorld world(wanted); }, "rank 1 has no memory for an arena of") ? 0 : 1);
+  };
+  EXPECT_THAT(run_processes(2, large_arena), ::testing::Each(0));
 }
 
 TEST(NcclTransportCuda, HostCollectivesBetweenTwoNodes) {

@@ -56,7 +56,11 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   std::int64_t sizes[2] = {static_cast<std::int64_t>(arena_bytes_), -static_cast<std::int64_t>(arena_bytes_)};
   fabric_->all_reduce(std::span<std::int64_t>(sizes), ReduceOp::kMax, "nccl arena");
   WB_CHECK(sizes[0] == -sizes[1], "the arenas of all ranks must have one size, got {} to {} bytes", -sizes[1], sizes[0]);
-  WB_TRY_NCCL(nccl.mem_alloc(&arena_, arena_bytes_));
+  // Told to all: the others would wait for the registration of an arena that is not there.
+  std::int64_t without[] = {nccl.mem_alloc(&arena_, arena_bytes_) == ncclSuccess ? -1 : self.rank};
+  fabric_->all_reduce(std::span<std::int64_t>(without), ReduceOp::kMax, "nccl arena is allocated");
+  if (without[0] >= 0)
+    WB_FAIL(ErrorCode::kOutOfMemory, "rank {} of {}: rank {} has no memory for an arena of {} bytes", self.rank, self.size, without[0], arena_bytes_);
   WB_TRY_CUDA(cudaMemset(arena_, 0, arena_bytes_));
   WB_TRY_CUDA(cudaDeviceSynchronize());
   map_arena(choose_nodes(options.ranks_per_node));
