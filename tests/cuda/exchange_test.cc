@@ -145,6 +145,31 @@ TEST(ExchangeBudgetCuda, ExactlyTheBudgetOneMoreAndTenTimes) {
   }
 }
 
+// Rows with two slots each: the slots' budget is full while half of the rows' is left.
+TEST(ExchangeBudgetCuda, SlotsAloneMayExceed) {
+  WB_NEEDS_GPU();
+  for (const bool over : {false, true}) {
+    ts::Group group = ts::random_group({40, 40}, 2, 8, 64, RandomRoute{.seed = 11}, true);
+    for (std::size_t p = 0; p < 2; ++p) {
+      const RouteView& route = group.routes[p].view();
+      for (std::int64_t t = 0; t < 40; ++t) {
+        for (std::int64_t k = 0; k < 2; ++k) {
+          const bool is_there = p == 0 || (over && t == 7 && k == 1);  // 80 slots from rank 0, one from rank 1
+          route.set_id(t, k, is_there ? static_cast<std::int32_t>(k) : -1), route.weights[t * 2 + k] = is_there ? 1.0f : 0.0f;
+        }
+      }
+    }
+    ExchangeConfig config = config_of(group);
+    config.mode = ExchangeMode::kCaptured, config.receive_factor = 1.0, config.T_max = 40;
+    GpuGroup gpu(config, group.placement, {});
+    gpu.upload(group);
+    gpu.step();
+    for (int p = 0; p < 2; ++p) EXPECT_EQ(gpu.handle(p).valid, !over) << "rank " << p;
+    EXPECT_EQ(gpu.status(0).flags, over ? kStatusSlotOverflow : 0u);
+    EXPECT_EQ(gpu.handle(0).max_slot_demand, over ? 81 : 80);
+  }
+}
+
 TEST(ExchangeGraphCuda, TenThousandReplaysWithChangingRoutes) {
   WB_NEEDS_GPU();
   constexpr int P = 8, kSets = 5, kReplays = 10000;

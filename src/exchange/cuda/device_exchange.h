@@ -242,7 +242,11 @@ class DeviceExchange {
   bool ring_holds_slots() const;
   void queue_dispatch(const ExchangeParams& q, DispatchArgs args, int wanted, cudaStream_t stream) const;
   int local_ctas(int per_sm = 2) const;
-  std::int64_t expected_rows(const DeviceHandle& handle) const;
+  // What a rank of this launch receives where routes are spread evenly: as much as the host knows of a plan.
+  struct Expected {
+    std::int64_t rows, slots;
+  };
+  Expected expect(const DeviceHandle& handle) const;
   void set_base(ExchangeParams& q, std::span<const void* const> base) const;
   void permute_part(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, PermutePart part,
                     std::int64_t columns, cudaStream_t stream) const;

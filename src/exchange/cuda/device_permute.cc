@@ -9,18 +9,16 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr std::int64_t kPermuteItemBytes = 2048;
-constexpr std::int64_t kMostPermuteCtas = 1 << 20;
+constexpr std::int64_t kPiece = 1024, kMostPermuteCtas = 1 << 20;
 
 }  // namespace
 
-// How many rows a rank of this launch receives where routes are spread evenly: what the host knows of a plan.
-std::int64_t DeviceExchange::expected_rows(const DeviceHandle& handle) const {
+DeviceExchange::Expected DeviceExchange::expect(const DeviceHandle& handle) const {
   const double P = params_.shape.P, K = params_.shape.K;
   std::int64_t most = 0;
   for (const std::int64_t T : handle.T_) most = std::max(most, T);
   const double rows = static_cast<double>(most) * P * (1.0 - std::pow(1.0 - 1.0 / P, K));
-  return std::min(budget_.rows, static_cast<std::int64_t>(std::ceil(rows)));
+  return {std::min(budget_.rows, static_cast<std::int64_t>(std::ceil(rows))), most * params_.shape.K};
 }
 
 void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream,
@@ -73,13 +71,13 @@ void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::
                 tuning_.permute_parts};
   int ctas = local_ctas();
   if (part != kPermuteOwn && tuning_.local_ctas == 0) {
-    // A warp for every 2 KB of a row: SMs differ in what they can do, and the GPU then shares the work out as they end. Own rows move beside a dispatch:
-    // few CTAs, which leave the memory to it.
-    const auto row_bytes = columns * static_cast<std::int64_t>(size_bytes(dtype));
-    const auto parts = static_cast<int>((row_bytes + kPermuteItemBytes - 1) / kPermuteItemBytes);
-    if (args.parts == 0) args.parts = parts;
-    const std::int64_t all = expected_rows(handle), expected = part == kPermuteOthers ? all - all / params_.shape.P : all;
-    ctas = std::max(ctas, static_cast<int>(std::min(expected * args.parts / (kRowThreads / 32) + 1, kMostPermuteCtas)));
+    // A warp for every 1 or 2 KB of a row, about 8 KB to write: SMs differ in what they can do, and the GPU then shares the work out as they end. Own rows move
+    // beside a dispatch: few CTAs, which leave the memory to it.
+    const Expected expected = expect(handle);
+    const auto row_bytes = columns * static_cast<std::int64_t>(size_bytes(dtype)), item_bytes = expected.slots >= 6 * expected.rows ? kPiece : 2 * kPiece;
+    if (args.parts == 0) args.parts = static_cast<int>((row_bytes + item_bytes - 1) / item_bytes);
+    const std::int64_t moved = part == kPermuteOthers ? expected.rows - expected.rows / params_.shape.P : expected.rows;
+    ctas = std::max(ctas, static_cast<int>(std::min(moved * args.parts / (kRowThreads / 32) + 1, kMostPermuteCtas)));
   }
   launch_permute(q, args, static_cast<int>(size_bytes(dtype)), ctas, tuning_.overlap_launches, stream);
   check_launch("exchange_permute");

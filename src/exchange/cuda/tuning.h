@@ -41,7 +41,7 @@ struct ExchangeTuning {
   bool fused_plan = true;                     // count and fill in one launch, where its CTAs fit on the GPU together
   bool fused_layout = true;                   // the same for count, scan and scatter
   int local_ctas = 0;                         // permute and its counterparts; 0: every SM twice, plain permute a warp for every part of a row
-  int permute_parts = 0;                      // of a row, plain permute; 0: parts of 2 KB
+  int permute_parts = 0;                      // of a row, plain permute; 0: parts of 1 or 2 KB
   ReducePath reduce = ReducePath::kAuto;
   int reduce_stages = 0;                         // of the bulk reduction, 16 warps; a stage is 2 KB of a warp
   int fused_combine_ctas = 0, fused_stages = 0;  // reduce_and_combine: CTAs that combine, the others reduce; negative: two launches

@@ -167,8 +167,9 @@ void NcclWorld::map_arena(int ranks_per_node) {
 NcclWorld::~NcclWorld() {
   if (comm_ == nullptr) return;
   const auto idle = [device = device_] { (void)cudaSetDevice(device), (void)cudaDeviceSynchronize(); };
-  // NCCL's kernels wait without a timeout for a rank of another node that is lost, or has left in the middle of a step.
-  if (has_lost_a_rank() || (num_nodes() > 1 && !ends_within(timeout_, idle))) {
+  // NCCL's kernels wait without a timeout for a rank of another node that is lost, or has left in the middle of a step. The connections of a process that
+  // has ended may last until its GPU memory is gone.
+  if (has_lost_a_rank() || (num_nodes() > 1 && !ends_within(timeout_, idle, [this] { return has_lost_a_rank(); }))) {
     abandon();
     return;
   }
