@@ -164,11 +164,13 @@ TEST(ExchangeNccl, DifferentConfigsAndWindowsAreRefusedOnEveryRank) {
     };
     EXPECT_THAT(run_processes(2, body), ::testing::Each(0)) << in_nodes;
   }
+  SharedCount refused_arena, refused_memory;
   const auto other_arena = [&](int rank) -> int {
     play_two_nodes(rank);
     NcclOptions wanted = options(20000);
     wanted.ranks_per_node = 1, wanted.arena_bytes += static_cast<std::size_t>(rank) << 22;
     const bool is_refused = refused([&] { const NcclWorld world(wanted); }, "the arenas of all ranks must have one size, got 69206016 to 73400320 bytes");
+    refused_arena.pass_and_wait_for(2);
     ::_exit(is_refused ? 0 : 1);
   };
   EXPECT_THAT(run_processes(2, other_arena), ::testing::Each(0));
@@ -176,7 +178,9 @@ TEST(ExchangeNccl, DifferentConfigsAndWindowsAreRefusedOnEveryRank) {
     play_two_nodes(rank);
     NcclOptions wanted = options(20000);
     wanted.ranks_per_node = 1, wanted.arena_bytes = std::size_t{1} << 42;
-    ::_exit(refused([&] { const NcclWorld world(wanted); }, "rank 1 has no memory for an arena of") ? 0 : 1);
+    const bool is_refused = refused([&] { const NcclWorld world(wanted); }, "rank 1 has no memory for an arena of");
+    refused_memory.pass_and_wait_for(2);
+    ::_exit(is_refused ? 0 : 1);
   };
   EXPECT_THAT(run_processes(2, large_arena), ::testing::Each(0));
 }
@@ -216,11 +220,13 @@ TEST(NcclTransportCuda, HostCollectivesBetweenTwoNodes) {
 
 TEST(ExchangeNccl, RanksThatDoNotReachEachOtherAreRefused) {
   if (gpus_for_nccl() < 1) GTEST_SKIP() << "needs a GPU and NCCL " << NCCL_VERSION_CODE;
-  const auto body = [](int rank) {
+  SharedCount passed;
+  const auto body = [&](int rank) {
     play_two_nodes(rank);
     try {
       NcclWorld world(options(10000));
     } catch (const Error& error) {
+      passed.pass_and_wait_for(2);
       if (std::string(error.what()).find("reaches the memory of 1 of 2 ranks") != std::string::npos) ::_exit(0);
       std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
       ::_exit(2);
