@@ -183,7 +183,7 @@ TEST(MoeSizesRoom, SmallerGpusAndNarrowerTilesTakeLess) {
   const std::size_t whole = room(132), pcie = room(114);
   EXPECT_LT(pcie, whole);
   EXPECT_LE(room(16), pcie);
-  // Two tiles of 128 x 256 fp32 a unit, or of 128 x 192 under fp8.
+  // Two tiles of 128 x 256 fp32 a unit, or of 192 x 128 under fp8.
   const std::size_t units = 66 * 2 * 13 / 8 + 66;
   EXPECT_EQ(whole, units * 2 * 128 * 256 * 4);
   c.recipe.kind = Recipe::kFP8;

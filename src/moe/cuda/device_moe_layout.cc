@@ -177,18 +177,18 @@ struct PartialTiles {
   std::int64_t clusters;
   bool is_fp8;
   std::size_t bytes(std::int64_t m, std::int64_t n, std::int64_t rows) const {
-    constexpr std::int64_t kRowTile = gemm_limits::kBlockM;
     Fp8Problem problem{};
-    problem.form = GemmForm::kTN, problem.n = n, problem.rows = rows, problem.groups = 1;
+    problem.form = GemmForm::kTN, problem.m = m, problem.n = n, problem.rows = rows, problem.groups = 1;
     const GemmTuning bf16;
     const Fp8Tuning fp8 = choose_fp8_tuning(problem, static_cast<int>(2 * clusters));
     const std::int64_t bf16_width = n <= 128 ? 128 : 256, width = is_fp8 ? fp8.tile.block_n : bf16_width;
+    const std::int64_t height = is_fp8 ? fp8_limits::block_m(fp8.tile) : gemm_limits::kBlockM;
     const std::int64_t block = is_fp8 ? fp8_limits::kBlockK : gemm_limits::kBlockK;
     const int slices = is_fp8 ? fp8.slices_per_cluster : bf16.slices_per_cluster, least = is_fp8 ? fp8.min_slice_blocks : bf16.min_slice_blocks;
-    const std::int64_t m_tiles = (m + kRowTile - 1) / kRowTile, n_tiles = (n + width - 1) / width;
+    const std::int64_t m_tiles = (m + height - 1) / height, n_tiles = (n + width - 1) / width;
     const std::int64_t units = m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2);
     if (units >= slices * clusters || rows < 2 * block * least) return 0;
-    return static_cast<std::size_t>(2 * gemm_limits::max_split_units(static_cast<int>(clusters), slices) * kRowTile * width * 4);
+    return static_cast<std::size_t>(2 * gemm_limits::max_split_units(static_cast<int>(clusters), slices) * height * width * 4);
   }
 };
 
