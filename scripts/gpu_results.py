@@ -21,7 +21,8 @@ METHODS = {
     "exchange": "captured: a CUDA graph of 8 steps over 4 sets of routes and rows on each GPU, median of 50 replays divided by 8, the slower GPU's; "
     "checked end to end before timing: identity experts on integer stamps come back exactly",
     "gemm": "burst: after 15 ms of spinning 10 calls between two events, median of 5; random data, one set of buffers; TFLOP/s count valid rows; "
-    "targets and floors of operations are scaled to the dense rate of the run; peers are torch's, timed the same way in the same session",
+    "targets and floors of operations are scaled to the dense rate of the run; peers are torch's, timed the same way in the same session, and beside each "
+    "this library's own product in turns with it",
     "fp8": "burst, as gemm; operands quantised before the clock starts (1 x 128, 128 x 128, 128 x 1, scales powers of two); targets and floors of "
     "operations are scaled to the dense E4M3 rate of the run; peers are torch's row-wise scaled products, timed the same way in the same "
     "session; quantized_*: MXFP8 and NVFP4 with their dequantisation, floor the bf16 product of the same run, target 0.90 of its rate",

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Times torch's grouped matmuls on the shapes of bench_cuda_gemm with the same method: 15 ms of spinning, then 10 calls between two events,
-median of 5. torch._grouped_mm (bf16); wgrad stores bf16.
+median of 5. torch._grouped_mm (bf16); wgrad stores bf16. Where WAYBILL_LIBRARY names the library, its kernels are timed too, a burst of each in
+turns, so that both meet the same clock: the record has both times.
 
   python3 bench/peers/torch_grouped.py OUT.jsonl [--loads | --only-loads]
   python3 bench/peers/torch_grouped.py OUT.jsonl --fp8
@@ -11,7 +12,10 @@ coarser than blocks of 128: torch adds no products of blocks in fp32.
 """
 import argparse
 import json
+import os
+import pathlib
 import statistics
+import sys
 
 import torch
 
@@ -25,20 +29,57 @@ LOADED = [(32, 9216, 1024, 512), (32, 1024, 4096, 7168)]
 WORKLOAD_SHAPE = (64, 1024, 2048, 1024)
 
 
-def time_us(fn):
-    fn()
+def times_us(calls):
+    """Medians by name; the calls take turns, a burst of ten each."""
+    samples = {name: [] for name in calls}
+    for fn in calls.values():
+        fn()
     torch.cuda.synchronize()
-    samples = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(30_000_000)
-        begin.record()
-        for _ in range(10):
-            fn()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 100)
-    return statistics.median(samples)
+    for repetition in range(5):
+        for name, fn in calls.items() if repetition % 2 == 0 else reversed(calls.items()):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(30_000_000)
+            begin.record()
+            for _ in range(10):
+                fn()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end) * 100)
+    return {name: statistics.median(us) for name, us in samples.items()}
+
+
+def time_us(fn):
+    return times_us({"": fn})[""]
+
+
+def waybill_calls(a, w, dy, offsets):
+    """Our products of the same operands, by op; none where WAYBILL_LIBRARY is not set."""
+    if not os.environ.get("WAYBILL_LIBRARY"):
+        return {}
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bindings/python"))
+    from waybill import _core
+    from waybill.torch import _views
+
+    y, da, dw = torch.empty_like(dy), torch.empty_like(a), torch.empty_like(w)
+    tensors = {"a": a, "w": w, "dy": dy, "offsets": offsets, "y": y, "da": da, "dw": dw}
+    views, stream = {name: _views.view(tensor, name) for name, tensor in tensors.items()}, _views.stream(a)
+
+    def product(name, *operands):
+        return lambda: _core.grouped_gemm(name, *(views[operand] for operand in operands), stream=stream)
+
+    calls = {
+        "gemm_fwd": product("forward", "a", "w", "offsets", "y"),
+        "gemm_dgrad": product("dgrad", "da", "w", "offsets", "dy"),
+        "gemm_wgrad bf16": product("wgrad", "a", "dw", "offsets", "dy"),
+    }
+    for call in calls.values():
+        call()
+    g = int((offsets[1:] - offsets[:-1]).argmax())
+    rows = slice(int(offsets[g]), int(offsets[g + 1]))
+    wants = ((y[rows], a[rows].float() @ w[g].float().T), (da[rows], dy[rows].float() @ w[g].float()), (dw[g], dy[rows].float().T @ a[rows].float()))
+    for got, want in wants:
+        assert (got.float() - want).norm() < 6e-3 * want.norm()
+    return calls
 
 
 def counts_of(groups, rows, load):
@@ -64,7 +105,8 @@ def counts_of(groups, rows, load):
 
 def measure(groups, rows, n, c, load):
     counts = torch.tensor(counts_of(groups, rows, load))
-    offsets = torch.cumsum(counts, 0).to(torch.int32).cuda()
+    all_offsets = torch.nn.functional.pad(torch.cumsum(counts, 0), (1, 0)).to(torch.int32).cuda()
+    offsets = all_offsets[1:].clone()
     s = int(offsets[-1])
     a = torch.randn(s, c, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(groups, n, c, device="cuda", dtype=torch.bfloat16)
@@ -74,7 +116,8 @@ def measure(groups, rows, n, c, load):
         "gemm_dgrad": lambda: torch._grouped_mm(dy, w, offs=offsets),
         "gemm_wgrad bf16": lambda: torch._grouped_mm(dy.t(), a, offs=offsets),
     }
-    return s, {op: time_us(fn) for op, fn in ops.items()}
+    ours = waybill_calls(a, w, dy, all_offsets)
+    return s, {op: times_us({"torch": fn} | ({"waybill in turns with it": ours[op]} if op in ours else {})) for op, fn in ops.items()}
 
 
 def measure_fp8(groups, rows, n, c):
@@ -120,11 +163,12 @@ def main():
         for groups, rows, n, c, load in cases:
             s, times = measure(groups, rows, n, c, load)
             flops, line = 2 * s * n * c, ""
-            for op, us in times.items():
+            for op, both in times.items():
+                us = both["torch"]
                 case = f"{groups}x{rows} N{n} C{c} {load}"
-                record = {"op": op, "case": case, "torch_version": torch.__version__, "peers": {"torch": round(us, 2)}, "dense": round(dense, 1)}
+                record = {"op": op, "case": case, "torch_version": torch.__version__, "peers": {name: round(value, 2) for name, value in both.items()}, "dense": round(dense, 1)}
                 out.write(json.dumps(record) + "\n")
-                line += f"  {op} {us:.1f} us {flops / us * 1e-6:.1f} TFLOP/s"
+                line += f"  {op} {us:.1f} us {flops / us * 1e-6:.1f} TFLOP/s" + "".join(f", {name} {value:.1f}" for name, value in both.items() if name != "torch")
             print(f"{groups}x{rows} N{n} C{c} {load}:{line}", flush=True)
 
 

@@ -201,6 +201,26 @@ TEST(GroupedGemmCuda, ARowDoesNotDependOnOthersOrOnTheTile) {
   EXPECT_NE(std::memcmp(first.data() + 101 * kN * 2, second.data() + 101 * kN * 2, kN * 2), 0);
 }
 
+TEST(GroupedGemmCuda, LongGroupsBesideTheOthersHaveTheSameBits) {
+  WB_NEEDS_HOPPER();
+  for (const GemmOutput output : kOutputs) {
+    for (const std::vector<int>& counts : {std::vector<int>{9, 4000, 300, 0, 64, 2000, 77}, std::vector<int>(40, 100), std::vector<int>{0, 700}}) {
+      const GemmCase c({GemmForm::kTN, output, counts, 1408, 2312, 0});
+      GemmTuning tuning;
+      tuning.slices_per_cluster = 0;
+      c.run(tuning);
+      const std::vector<unsigned char> in_order = c.result();
+      for (const int batch : {1, 7, 32}) {
+        tuning.long_batch = batch;
+        c.run(tuning);
+        const GemmCheck got = c.check(1000000);
+        EXPECT_EQ(got.wrong, 0) << got.describe();
+        EXPECT_TRUE(c.result() == in_order) << "output " << static_cast<int>(output) << ", groups " << counts.size() << ", batches of " << batch;
+      }
+    }
+  }
+}
+
 TEST(GroupedGemmCuda, ACapturedGraphFollowsNewOffsets) {
   WB_NEEDS_HOPPER();
   for (const GemmForm form : kForms) {

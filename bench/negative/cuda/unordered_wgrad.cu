@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <limits>
+#include <string>
 
 #include "bench/negative/cuda/unordered_wgrad.h"
 #include "core/cuda/tensor_map.h"
 #include "ops/gemm/cuda/grouped_launch.h"
 #include "ops/gemm/cuda/grouped_sm90.cuh"
+#include "waybill/error.h"
 
 namespace waybill::cuda {
 namespace {
@@ -22,6 +24,9 @@ __device__ __forceinline__ bool meet_slices<UnorderedConfig>(float (&)[Unordered
 }
 
 void launch_unordered_wgrad(const UnorderedWgrad& w, int device, cudaStream_t stream) {
+  if (w.blocks_per_slice != 0 && w.blocks_per_slice < 8) {
+    throw_error(ErrorCode::kInvalidArgument, "blocks_per_slice must be 0 (no slices) or at least 8, got " + std::to_string(w.blocks_per_slice));
+  }
   constexpr GemmTile kTile{256, 4, 2, 2};
   const auto kernel = grouped_gemm_sm90<UnorderedConfig>;
   const GroupedLaunch launch{reinterpret_cast<const void*>(kernel), kTile.cluster, static_cast<std::size_t>(gemm_limits::shared_bytes(kTile)), kTile.block_n};
@@ -34,7 +39,7 @@ void launch_unordered_wgrad(const UnorderedWgrad& w, int device, cudaStream_t st
   p.m = static_cast<int>(w.m), p.n = static_cast<int>(w.n), p.band = 8;
   p.a_data = w.a, p.b_data = w.b, p.d_data = w.d, p.d_stride = w.n, p.d_plane = w.m * w.n;
   constexpr int kNever = std::numeric_limits<int>::max() / 4;
-  p.slices_per_cluster = 1, p.slice_tiles = 0, p.min_slice_blocks = w.blocks_per_slice > 0 ? std::max(w.blocks_per_slice, 8) : kNever;
+  p.slices_per_cluster = 1, p.slice_tiles = 0, p.min_slice_blocks = w.blocks_per_slice > 0 ? w.blocks_per_slice : kNever;
   p.max_split_units = kNever;  // no partial tiles: no limit
   p.num_passes = w.blocks_per_slice > 0 ? static_cast<int>(std::clamp<std::int64_t>(1024 / w.groups, 2, 12)) : 1;
   const GroupedScratch& scratch = grouped_scratch(device, stream, 1, 1);

@@ -10,7 +10,7 @@
 namespace waybill::cuda {
 
 // d [groups, m, n] f32 += sum over a group's rows s of a[s, :] b[s, :]. a [rows, m], b [rows, n] bf16, contiguous device memory aligned to 16 bytes, m and n
-// multiples of 8; offsets [groups + 1] i32. A group of 1.5 blocks_per_slice or more blocks of 64 rows is cut into slices; 0: none is.
+// multiples of 8; offsets [groups + 1] i32. A group of 1.5 blocks_per_slice (8 or more) or more blocks of 64 rows is cut into slices; 0: none is.
 struct UnorderedWgrad {
   const void *a, *b;
   const std::int32_t* offsets;
@@ -18,7 +18,8 @@ struct UnorderedWgrad {
   float* d;
   int blocks_per_slice;
 };
-// Queues the product; nothing waits. The first call on a stream must not be inside a capture.
+// Queues the product; nothing waits. Throws kInvalidArgument where blocks_per_slice is neither 0 nor at least 8. The first call on a stream must not be inside
+// a capture.
 void launch_unordered_wgrad(const UnorderedWgrad& wgrad, int device, cudaStream_t stream);
 
 // d bf16 = sums, count values (a multiple of 4), rounded to nearest.

@@ -37,6 +37,7 @@ struct GroupedParams {
   int band;     // row tiles (pairs in a cluster) that are walked together before the next columns, for the L2
   // Units of a last round that has work for half of the clusters at most are cut in two by columns (kernels that can: kCutsLastRound).
   bool cuts_last_round;
+  int long_batch;  // kTN without slices: so many units of long groups at a time are drawn beside those of the others; 0: groups in order
   // kNT, kNN: row s of A is row a_list[s] of a_data [a_rows, k], a zero row where a_list[s] is outside; null: row s itself, through the map.
   // kTN: row s of A, or of B, likewise; a row outside adds nothing, whatever the other operand holds.
   const std::int32_t *a_list, *b_list;

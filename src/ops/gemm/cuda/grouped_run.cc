@@ -109,7 +109,8 @@ std::string refuse_grouped(const GroupedProblem& p, int device) {
 }
 
 std::string describe(const GemmTuning& t) {
-  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers, band {}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers, t.band);
+  return fmt::format("128x{}x64, {} stages, cluster {}, {} buffers, band {}{}", t.tile.block_n, t.tile.stages, t.tile.cluster, t.tile.buffers, t.band,
+                     t.long_batch > 0 ? fmt::format(", long {}", t.long_batch) : "");
 }
 
 void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int device, cudaStream_t stream) {
@@ -156,6 +157,7 @@ void run_grouped(const GroupedProblem& problem, const GemmTuning& tuning, int de
       split_units = static_cast<std::size_t>(params.max_split_units);
       params.num_passes = static_cast<int>(std::clamp<std::int64_t>(1024 / p.groups, 2, 12));
     }
+    params.long_batch = params.max_split_units == 0 && p.groups > 1 ? tuning.long_batch : 0;
     units = std::min<std::int64_t>(p.groups * tiles + params.max_split_units, clusters);
   } else {
     units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
@@ -205,6 +207,8 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     const double cost = static_cast<double>(div_up(units, num_sms / choice.tile.cluster) * choice.tile.block_n) * choice.cost;
     if (best_cost == 0 || cost < best_cost) best.tile = choice.tile, best_cost = cost;
   }
+  // Reductions are bound by the L2's adds: beside them the tensor cores have time for long groups (measured; stored results and fetched values: slower).
+  if (p.form == GemmForm::kTN && p.output == GemmOutput::kAddF32 && !fetches) best.long_batch = 32;
   return best;
 }
 

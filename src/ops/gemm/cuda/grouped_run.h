@@ -53,6 +53,7 @@ struct GemmTuning {
   int band = 8;
   int slices_per_cluster = 2, min_slice_blocks = 16;
   bool overlap = true;  // may start while its predecessor on the stream ends (programmatic dependent launch)
+  int long_batch = 0;   // kTN, groups that are not cut: so many units of long ones at a time beside the others; 0: in order (grouped_units.cuh)
 };
 
 // The compiled kernels of a form and output, or of a form and an epilogue with an activation.

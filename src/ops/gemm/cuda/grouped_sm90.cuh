@@ -10,7 +10,8 @@
 //   warps 4-11   two warpgroups, 64 rows x kBlockN of the tile each; one wgmma group stays in flight while the next stage is awaited. A
 //                warpgroup without valid rows only hands its stages on.
 // Bytes: every tile reads (128 + kBlockN) x k elements, mostly from the L2 (a pair shares one operand), and writes D once.
-// kTN: the rows of a group's last k block that belong to the next group are zeroed in shared memory, in both operands (0 x NaN).
+// kTN: of a group's last k block only the steps of 16 rows that have some are multiplied; the rows of the last step that belong to the next group are zeroed
+// in shared memory, in both operands (0 x NaN).
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
@@ -42,10 +43,11 @@ __device__ __forceinline__ void multiply_step(float (&acc)[C::kBlockN / 2], std:
 // there): those from `tail` on, or where rows are read through a list those that gather_unit_contraction() calls dead.
 template <class C>
 __device__ __forceinline__ void clear_rows(GroupedShared<C>& shared, int slot, int tail, bool is_listed, int warpgroup) {
-  const int thread = ptx::thread_index() % 128;
+  // A tail: 16 rows, those of the step that it ends in; the steps behind are not multiplied.
+  const int thread = ptx::thread_index() % 128, rows_log = is_listed ? 6 : 4, first = is_listed ? 0 : tail & ~15;
 #pragma unroll 1
-  for (int i = thread; i < gemm_limits::kBlockK * (1 + C::kBlockN / 64) * 8; i += 128) {
-    const int row = i / 8 % gemm_limits::kBlockK, chunk = i / (8 * gemm_limits::kBlockK);
+  for (int i = thread; i < (1 + C::kBlockN / 64) * 8 << rows_log; i += 128) {
+    const int row = first + (i / 8 & ((1 << rows_log) - 1)), chunk = i >> (3 + rows_log);
     if (is_listed ? (shared.dead_rows[slot][row >> 2 & 1] >> (row / 8 * 4 + row % 4) & 1) == 0 : row < tail) continue;
     std::uint8_t* stage = shared.stages[slot] + (chunk == 0 ? warpgroup * gemm_limits::kHalfBytes : C::kBytesA + (chunk - 1) * gemm_limits::kHalfBytes);
     *reinterpret_cast<uint4*>(stage + row * gemm_limits::kBlockBytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
@@ -137,21 +139,32 @@ __device__ __forceinline__ void multiply_unit(const GroupedParams& p, GroupedSha
     ptx::mbarrier_wait(&shared.full[stages.slot], stages.parity);
     const bool is_listed = p.a_list != nullptr || (C::kForm == GemmForm::kTN && p.b_list != nullptr);
     if (is_listed) ptx::fence_async_proxy();  // the tensor cores read what ordinary copies wrote
+    int steps = 4;
     if constexpr (C::kForm == GemmForm::kTN) {
-      // A block without padding rows may have a tail, which the gathering warps call dead.
+      // Of a group's last block only the steps of 16 rows that have some. A block without padding rows may have a tail, which the gathering warps call dead.
+      if (!is_listed && block == num_blocks - 1) steps = (k_tail + 15) / 16;
       if (is_listed ? uniform(static_cast<int>(shared.dead_rows[stages.slot][0] | shared.dead_rows[stages.slot][1])) != 0
-                    : block == num_blocks - 1 && k_tail < gemm_limits::kBlockK) {
+                    : block == num_blocks - 1 && k_tail % 16 != 0) {
         clear_rows<C>(shared, stages.slot, k_tail, is_listed, t.warpgroup);
       }
     }
     const std::uint32_t stage = t.stages_address + static_cast<std::uint32_t>(stages.slot * (C::kBytesA + C::kBytesB));
     const std::uint64_t a = tile_descriptor<C::kMajorA>(stage + static_cast<std::uint32_t>(t.warpgroup * gemm_limits::kHalfBytes));
     const std::uint64_t b = tile_descriptor<C::kMajorB>(stage + C::kBytesA);
-    ptx::wgmma_fence();
-    multiply_step<C>(acc, a, b, 0, block != 0 ? 1 : 0);
+    if (C::kForm == GemmForm::kTN && steps < 4) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        ptx::wgmma_fence();
+        multiply_step<C>(acc, a, b, step, block + step != 0 ? 1 : 0);
+        ptx::wgmma_commit();
+      }
+    } else {
+      ptx::wgmma_fence();
+      multiply_step<C>(acc, a, b, 0, block != 0 ? 1 : 0);
 #pragma unroll
-    for (int step = 1; step < 4; ++step) multiply_step<C>(acc, a, b, step, 1);
-    ptx::wgmma_commit();
+      for (int step = 1; step < 4; ++step) multiply_step<C>(acc, a, b, step, 1);
+      ptx::wgmma_commit();
+    }
     if constexpr (C::kEpilogue == GemmEpilogue::kActivationGradient) {
       const int warp = 4 * t.warpgroup + ptx::thread_index() % 128 / 32;
       if (block == 0 && ptx::thread_index() % 32 == 0 && 16 * warp < u.m_valid) start_h<C>(p, shared, u, warp);

@@ -21,6 +21,9 @@ struct alignas(16) Unit {
   __device__ __forceinline__ bool is_narrow() const { return slice != 0; }
 };
 
+// kTN: of the groups whose rows exceed 1.5 times the mean, or of the others.
+enum UnitShare : int { kAllUnits = 0, kLongUnits = 1, kOtherUnits = 2 };
+
 // kBlockK: rows of a k block. kIsBlocked (kTN): operands lie in blocks of kBlockK rows that start anew at each group, and k_row counts blocks.
 // kBlockM: rows of a tile.
 template <GemmForm kForm, int kBlockN, int kCluster, int kBlockK = gemm_limits::kBlockK, bool kIsBlocked = false, int kBlockM = gemm_limits::kBlockM>
@@ -33,12 +36,21 @@ class UnitWalker {
       const long long blocks = max(min(__ldg(p.offsets + p.groups), p.rows), 0) / kBlockK + 1;
       slice_blocks_ = max(static_cast<int>(blocks * p.slice_tiles / (static_cast<long long>(num_clusters) * p.slices_per_cluster)), p.min_slice_blocks);
     }
+    if constexpr (kMixes) {
+      if (p.long_batch > 0) {
+        share_ = kLongUnits, num_long_ = count();
+        share_ = kOtherUnits, period_ = num_long_ == 0 ? 1 : 1 + static_cast<int>(3ll * count() / (4ll * num_long_));
+      }
+    }
     fetch(0);
     take_window();
   }
 
   // All lanes. False: the unit does not exist; total() is then the number of units.
   __device__ bool find(int number, int rank, Unit& out) {
+    if constexpr (kMixes) {
+      if (p_.long_batch > 0) number = choose_share(number);
+    }
     const bool is_narrow = number >= first_narrow_;
     const int unit = is_narrow ? first_narrow_ + (number - first_narrow_) / 2 : number;
     while (unit >= base_unit_ + window_units_) {
@@ -53,21 +65,41 @@ class UnitWalker {
     if (is_narrow) out.slice = 1, out.n0 += (number - first_narrow_) % 2 * (kBlockN / 2);
     return true;
   }
-  __device__ int total() const { return base_unit_ + window_units_ + num_narrow_; }
-
-  // Row-ragged forms; all lanes, once at least a unit a cluster has been drawn.
-  __device__ void cut_last_round(int num_clusters) {
+  // Units of the groups of its share; all lanes.
+  __device__ int count() const {
     int units = 0;
     for (int g = lane_; g < p_.groups; g += 32) {
       const int begin = min(max(__ldg(p_.offsets + g), 0), p_.rows), end = min(max(__ldg(p_.offsets + g + 1), begin), p_.rows);
       units += units_of_rows(end - begin, g);
     }
-    units = __shfl_sync(ptx::kFullWarp, inclusive_sum(units), 31);
+    return __shfl_sync(ptx::kFullWarp, inclusive_sum(units), 31);
+  }
+  __device__ int total() const { return base_unit_ + window_units_ + num_narrow_ + num_long_; }
+
+  // Row-ragged forms; all lanes, once at least a unit a cluster has been drawn.
+  __device__ void cut_last_round(int num_clusters) {
+    const int units = count();
     const int last = units % num_clusters;
     if (units > num_clusters && 2 * last <= num_clusters) first_narrow_ = units - last, num_narrow_ = last;
   }
 
  private:
+  static constexpr bool kMixes = kForm == GemmForm::kTN && !kIsBlocked;  // 8-bit kernels lack the registers for it, and for knowing the empty passes
+  // kTN, groups that are not cut (p.long_batch > 0): units of long groups, which the tensor cores bound, are drawn beside those of the others, which D's way
+  // to memory bounds: long_batch of them, which start together and so share what they read, then (period_ - 1) * long_batch others. Both kinds in their
+  // groups' order; the long ones end first, so that the last units are short. Walks anew: two walks cost too many registers.
+  __device__ int choose_share(int number) {
+    const int batch = p_.long_batch, lone = num_long_ % batch, mixed = (num_long_ - lone) * period_;  // the lone ones come first
+    const int n = number - lone, cycle = n / (batch * period_), in_cycle = n - cycle * batch * period_;
+    const bool is_long = number < lone || (n < mixed && in_cycle < batch);
+    share_ = is_long ? kLongUnits : kOtherUnits;
+    base_group_ = 0, base_unit_ = 0;
+    fetch(0);
+    take_window();
+    if (number < lone) return number;
+    return is_long ? lone + cycle * batch + in_cycle : n - (n < mixed ? (cycle + 1) * batch : num_long_ - lone);
+  }
+  __device__ bool is_long(int rows) const { return 2ll * rows * p_.groups > 3ll * min(max(__ldg(p_.offsets + p_.groups), 0), p_.rows); }
   __device__ int units_of_tiles(int m_tiles) const {
     if constexpr (kCluster == 1) return m_tiles * q_tiles_;
     return (m_tiles >> 1) * q_tiles_ + (m_tiles & 1) * ((q_tiles_ + 1) >> 1);
@@ -79,15 +111,18 @@ class UnitWalker {
     if constexpr (kIsBlocked) return slice * (blocks / slices) + min(slice, blocks % slices);
     return static_cast<int>(static_cast<long long>(slice) * blocks / slices);
   }
+  // kTN: groups in slices first, then the others from long to short in steps of 3/4, so that the last units are short.
+  __device__ int pass_of(int blocks, int slices) const {
+    int pass = slices > 1 ? 0 : min(1, p_.num_passes - 1);
+    for (int limit = slice_blocks_; pass > 0 && pass < p_.num_passes - 1 && blocks <= limit; limit = limit * 3 / 4) ++pass;
+    return pass;
+  }
   __device__ int units_of_rows(int rows, int group) const {
     if (group >= p_.groups) return 0;
-    if constexpr (kForm == GemmForm::kTN) {
-      // Groups in slices first, then the others from long to short in steps of 3/4, so that the last units are short. An empty group's units
-      // write zeros.
+    if constexpr (kForm == GemmForm::kTN) {  // an empty group's units write zeros
       const int blocks = blocks_of(rows), slices = slices_of(blocks);
-      int pass = slices > 1 ? 0 : min(1, p_.num_passes - 1);
-      for (int limit = slice_blocks_; pass > 0 && pass < p_.num_passes - 1 && blocks <= limit; limit = limit * 3 / 4) ++pass;
-      return pass == pass_ ? slices * tiles_ : 0;
+      if (kMixes && share_ != kAllUnits && is_long(rows) != (share_ == kLongUnits)) return 0;
+      return pass_of(blocks, slices) == pass_ ? slices * tiles_ : 0;
     } else {
       return units_of_tiles((rows + kBlockM - 1) / kBlockM);
     }
@@ -114,6 +149,10 @@ class UnitWalker {
     }
     lane_rows_ = g < p_.groups ? end - lane_begin_ : 0;
     lane_units_ = units_of_rows(lane_rows_, g);
+    if constexpr (kMixes) {
+      const int blocks = blocks_of(lane_rows_);
+      if (p_.max_split_units > 0) seen_passes_ |= ptx::redux_or(g < p_.groups ? 1u << pass_of(blocks, slices_of(blocks)) : 0u);
+    }
     lane_end_ = inclusive_sum(lane_units_);
     if constexpr (kIsBlocked) {
       const int blocks = blocks_of(lane_rows_), end = next_block_ + inclusive_sum(blocks);
@@ -126,8 +165,14 @@ class UnitWalker {
   __device__ bool next_window() {
     int next = base_group_ + 32;
     if (next >= p_.groups) {
-      if (kForm != GemmForm::kTN || pass_ == p_.num_passes - 1) return false;
-      ++pass_;
+      if constexpr (kMixes) {  // the first pass has seen every group: those without any are left out
+        const int later = __ffs(static_cast<int>(seen_passes_ >> pass_ >> 1));
+        if (later == 0) return false;
+        pass_ += later;
+      } else {
+        if (kForm != GemmForm::kTN || pass_ == p_.num_passes - 1) return false;
+        ++pass_;
+      }
       next = 0;
       next_block_ = 0;
       fetch(0);
@@ -178,6 +223,9 @@ class UnitWalker {
   int lane_begin_ = 0, lane_rows_ = 0, lane_units_ = 0, lane_end_ = 0, lane_block_ = 0, next_block_ = 0;
   int next_begin_ = 0, next_end_ = 0;
   int pass_;
+  UnitShare share_ = kAllUnits;
+  int num_long_ = 0, period_ = 1;                   // units of long groups; one in `period_` units is one
+  unsigned seen_passes_ = 0;                        // kTN: a bit each
   int first_narrow_ = 0x7fffffff, num_narrow_ = 0;  // units from first_narrow_ on have two numbers each
 };
 
