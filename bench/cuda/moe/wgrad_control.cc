@@ -37,6 +37,7 @@ class Control {
     grouped_gemm_wgrad(w, {device(), stream_.get(), nullptr});
   }
   void as_they_come(bool adds, int blocks) const {
+    WB_CHECK(blocks == 0 || blocks >= 8, "slices have 8 blocks of 64 rows at least, or there are none (0), got {}", blocks);
     if (!adds) sums_.fill(0, stream_);
     launch_unordered_wgrad({a_.data(), b_.data(), offsets_.as<std::int32_t>(), L_, S_, m_, n_, sums_.as<float>(), blocks}, device_, stream_);
     if (!adds) launch_round_wgrad(sums_.as<float>(), rounded_.data(), values(), stream_);

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <limits>
-#include <string>
 
 #include "bench/negative/cuda/unordered_wgrad.h"
 #include "core/cuda/tensor_map.h"
 #include "ops/gemm/cuda/grouped_launch.h"
 #include "ops/gemm/cuda/grouped_sm90.cuh"
-#include "waybill/error.h"
 
 namespace waybill::cuda {
 namespace {
@@ -24,9 +22,6 @@ __device__ __forceinline__ bool meet_slices<UnorderedConfig>(float (&)[Unordered
 }
 
 void launch_unordered_wgrad(const UnorderedWgrad& w, int device, cudaStream_t stream) {
-  if (w.blocks_per_slice != 0 && w.blocks_per_slice < 8) {
-    throw_error(ErrorCode::kInvalidArgument, "blocks_per_slice must be 0 (no slices) or at least 8, got " + std::to_string(w.blocks_per_slice));
-  }
   constexpr GemmTile kTile{256, 4, 2, 2};
   const auto kernel = grouped_gemm_sm90<UnorderedConfig>;
   const GroupedLaunch launch{reinterpret_cast<const void*>(kernel), kTile.cluster, static_cast<std::size_t>(gemm_limits::shared_bytes(kTile)), kTile.block_n};

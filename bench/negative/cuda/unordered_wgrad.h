@@ -18,8 +18,7 @@ struct UnorderedWgrad {
   float* d;
   int blocks_per_slice;
 };
-// Queues the product; nothing waits. Throws kInvalidArgument where blocks_per_slice is neither 0 nor at least 8. The first call on a stream must not be inside
-// a capture.
+// Queues the product; nothing waits. The first call on a stream must not be inside a capture. The caller has checked blocks_per_slice.
 void launch_unordered_wgrad(const UnorderedWgrad& wgrad, int device, cudaStream_t stream);
 
 // d bf16 = sums, count values (a multiple of 4), rounded to nearest.
