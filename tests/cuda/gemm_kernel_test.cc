@@ -210,7 +210,7 @@ TEST(GroupedGemmCuda, LongGroupsBesideTheOthersHaveTheSameBits) {
       tuning.slices_per_cluster = 0;
       c.run(tuning);
       const std::vector<unsigned char> in_order = c.result();
-      for (const int batch : {1, 7, 32}) {
+      for (const int batch : {1, 7, 16, 32}) {
         tuning.long_batch = batch;
         c.run(tuning);
         const GemmCheck got = c.check(1000000);

@@ -208,7 +208,7 @@ GemmTuning choose_tuning(const GroupedProblem& p, int num_sms) {
     if (best_cost == 0 || cost < best_cost) best.tile = choice.tile, best_cost = cost;
   }
   // Reductions are bound by the L2's adds: beside them the tensor cores have time for long groups (measured; stored results and fetched values: slower).
-  if (p.form == GemmForm::kTN && p.output == GemmOutput::kAddF32 && !fetches) best.long_batch = 32;
+  if (p.form == GemmForm::kTN && p.output == GemmOutput::kAddF32 && !fetches) best.long_batch = 16;
   return best;
 }
 
