@@ -63,8 +63,9 @@ def routes(mesh, put):
 
 
 def differing(mesh, params, x):
-    """Configs that differ between the processes are named on each of them, when the program is traced."""
-    other = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, z_coefficient=0.01 * (1 + index)))
+    """Configs that differ between the processes are named on each of them, when the program is traced and makes their layer: none of them is one that
+    this process has already made."""
+    other = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, z_coefficient=0.02 * (1 + index)))
     block = jax.shard_map(lambda params, x: wbj.moe_block(x, params, other, axis_name="expert")[0], mesh=mesh,
                           in_specs=(wbj.param_specs(CONFIG, "expert"), Spec("expert")), out_specs=Spec("expert"))  # fmt: skip
     try:
