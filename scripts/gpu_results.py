@@ -26,7 +26,8 @@ METHODS = {
     "fp8": "burst, as gemm; operands quantised before the clock starts (1 x 128, 128 x 128, 128 x 1, scales powers of two); targets and floors of "
     "operations are scaled to the dense E4M3 rate of the run; peers are torch's row-wise scaled products, timed the same way in the same "
     "session; quantized_*: MXFP8 and NVFP4 with their dequantisation, floor the bf16 product of the same run, target 0.90 of its rate",
-    "moe": "one layer, forward + backward in bf16, on the ranks and GPUs of each row (virtual ranks share a GPU: no link is used); every stack's output and gradients are compared before it is timed (sparse with a dense "
+    "moe": "one layer, forward + backward in bf16, on the ranks and GPUs of each row (virtual ranks share a GPU: no link is used); "
+    "every stack's output and gradients are compared before it is timed (sparse with a dense "
     "loop in double on a token of each rank, the others with sparse, torch with a dense fp32 layer); behind a barrier of the GPUs, the slower GPU's time, median; "
     "captured: one graph a GPU and step; eager: a host thread (torch: a process) a GPU; TFLOP/s per GPU = 18 x routes / GPUs x H x F / time; memory with x, "
     "d_out, out and dx, without weights and their gradients; exchange: plan, dispatch and combine (torch: NCCL kernels), waits for the peer included",
