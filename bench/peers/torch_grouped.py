@@ -140,36 +140,41 @@ def parse():
     return arguments
 
 
-def main():
-    arguments = parse()
-    if arguments.fp8:
-        with open(arguments.out, "w", encoding="utf-8") as out:
-            for groups, rows, n, c in SHAPES:
-                us = measure_fp8(groups, rows, n, c)
-                record = {"op": "fp8_fwd", "case": f"{groups}x{rows} N{n} C{c} even", "torch_version": torch.__version__,
-                          "peers": {"torch row-wise": round(us, 2)}}  # fmt: skip
-                out.write(json.dumps(record) + "\n")
-                print(f"{groups}x{rows} N{n} C{c}: {us:.1f} us {2 * groups * rows * n * c / us * 1e-6:.1f} TFLOP/s", flush=True)
-        return
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+def record_fp8(out):
+    for groups, rows, n, c in SHAPES:
+        us = measure_fp8(groups, rows, n, c)
+        record = {"op": "fp8_fwd", "case": f"{groups}x{rows} N{n} C{c} even", "torch_version": torch.__version__, "peers": {"torch row-wise": round(us, 2)}}
+        out.write(json.dumps(record) + "\n")
+        print(f"{groups}x{rows} N{n} C{c}: {us:.1f} us {2 * groups * rows * n * c / us * 1e-6:.1f} TFLOP/s", flush=True)
+
+
+def record_bf16(out, cases):
+    x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     dense = 2 * 8192**3 / time_us(lambda: x @ y.t()) * 1e-6
     print(f"dense 8192^3: {dense:.1f} TFLOP/s")
+    for groups, rows, n, c, load in cases:
+        s, times = measure(groups, rows, n, c, load)
+        case, flops, line = f"{groups}x{rows} N{n} C{c} {load}", 2 * s * n * c, ""
+        for op, peers in times.items():
+            rounded = {name: round(us, 2) for name, us in peers.items()}
+            record = {"op": op, "case": case, "torch_version": torch.__version__, "peers": rounded, "dense": round(dense, 1)}
+            out.write(json.dumps(record) + "\n")
+            others = "".join(f", {name} {us:.1f}" for name, us in peers.items() if name != "torch")
+            line += f"  {op} {peers['torch']:.1f} us {flops / peers['torch'] * 1e-6:.1f} TFLOP/s{others}"
+        print(f"{case}:{line}", flush=True)
+
+
+def main():
+    arguments = parse()
     cases = [] if arguments.only_loads else [(*s, "even") for s in SHAPES]
     if arguments.only_loads or arguments.loads:
         cases += [(*s, load) for load in ("softmax", "hot90", "zipf") for s in LOADED]
         cases += [(*WORKLOAD_SHAPE, load) for load in loads.WORKLOADS]
     with open(arguments.out, "w", encoding="utf-8") as out:
-        for groups, rows, n, c, load in cases:
-            s, times = measure(groups, rows, n, c, load)
-            flops, line = 2 * s * n * c, ""
-            for op, both in times.items():
-                us = both["torch"]
-                case = f"{groups}x{rows} N{n} C{c} {load}"
-                record = {"op": op, "case": case, "torch_version": torch.__version__, "peers": {name: round(value, 2) for name, value in both.items()}, "dense": round(dense, 1)}
-                out.write(json.dumps(record) + "\n")
-                line += f"  {op} {us:.1f} us {flops / us * 1e-6:.1f} TFLOP/s" + "".join(f", {name} {value:.1f}" for name, value in both.items() if name != "torch")
-            print(f"{groups}x{rows} N{n} C{c} {load}:{line}", flush=True)
+        if arguments.fp8:
+            record_fp8(out)
+        else:
+            record_bf16(out, cases)
 
 
 if __name__ == "__main__":
