@@ -95,7 +95,7 @@ struct NcclMoe {
 };
 
 TEST(MoeNccl, TwoProcessesHaveTheBitsOfTwoVirtualRanksEagerAndReplayed) {
-  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL; " << gpus;
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL, found " << gpus;
   const auto body = [](int rank) {
     register_moe_kernels();
     const MoeConfig c = nccl_config();
@@ -185,12 +185,12 @@ TEST(MoeNccl, TwoNodesOfOneRankOnOneGpuHaveTheBitsOfOneDomainEagerAndReplayed) {
 }
 
 TEST(MoeNccl, TwoNodesOfTwoRanksOnTwoGpusHaveTheBitsOfVirtualNodes) {
-  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL; " << gpus;
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL, found " << gpus;
   EXPECT_THAT(run_processes(4, [](int rank) { return run_nodes(rank, 4, 2, kNodesByTopology); }), ::testing::Each(0));
 }
 
 TEST(MoeNccl, FourRanksInForcedNodesOfTwoHaveTheBitsOfVirtualNodes) {
-  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL; " << gpus;
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) GTEST_SKIP() << "needs 2 GPUs and NCCL, found " << gpus;
   EXPECT_THAT(run_processes(4, [](int rank) { return run_nodes(rank, 4, 2, 2); }), ::testing::Each(0));
 }
 

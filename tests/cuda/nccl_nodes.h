@@ -10,10 +10,10 @@
 
 namespace waybill::cuda {
 
-#define WB_NEEDS_TWO_NCCL_GPUS()                                                   \
-  if (static const int gpus = gpus_for_nccl(); gpus < 2) {                         \
-    GTEST_SKIP() << "needs 2 GPUs and NCCL " << NCCL_VERSION_CODE << "; " << gpus; \
-  } else                                                                           \
+#define WB_NEEDS_TWO_NCCL_GPUS()                                                         \
+  if (static const int gpus = gpus_for_nccl(); gpus < 2) {                               \
+    GTEST_SKIP() << "needs 2 GPUs and NCCL " << NCCL_VERSION_CODE << ", found " << gpus; \
+  } else                                                                                 \
     (void)0
 
 // Two processes on one GPU that NCCL takes for two nodes: sockets between them.

@@ -2,6 +2,7 @@
 """Tests of the house around the engine: configuring, installing, the archive, scripts. Run by ctest, one test a name:
 house_test.py SOURCE BUILD CMAKE TestClass.test_name"""
 
+import json
 import os
 import pathlib
 import re
@@ -103,7 +104,8 @@ class Archive(HouseTest):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(run("tar", "-xf", archive, "-C", self.folder).returncode, 0)
         source, build = self.folder / "waybill", self.folder / "build"
-        result = run(CMAKE, "-S", source, "-B", build, "-G", "Ninja", "-DWAYBILL_CUDA=OFF", "-DWAYBILL_MPI=OFF", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+        options = ("-DWAYBILL_CUDA=OFF", "-DWAYBILL_MPI=OFF", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+        result = run(CMAKE, "-S", source, "-B", build, "-G", "Ninja", *options)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         result = run(CMAKE, "--build", build, "--target", "waybill")
         self.assertEqual(result.returncode, 0, result.stdout[-4000:] + result.stderr)
@@ -136,6 +138,29 @@ class Scripts(HouseTest):
         self.assertEqual(run(sys.executable, script, log).stdout, ", 2 skipped: needs 2 GPUs, there are 1")
         log.write_text("[       OK ] A.Runs (3 ms)\n")
         self.assertEqual(run(sys.executable, script, log).stdout, "")
+
+    def test_performance_page_sums_up_its_results(self):
+        """scripts/render_performance.py in a tree of its own, with one result of the router."""
+        tree = self.folder / "tree"
+        for name in ("scripts", "docs", "bench/results/gpu"):
+            (tree / name).mkdir(parents=True)
+        for name in ("render_performance.py", "cuda_sources_hash.py"):
+            shutil.copy(pathlib.Path(SOURCE) / "scripts" / name, tree / "scripts")
+        row = {"op": "o", "case": "c", "variant": "", "unit": "us", "spread": 0.1, "floor": None, "target": None, "peers": {}, "checked": True}
+        turns = {"torch": 9.0, "waybill in turns with it": 8.0}  # shared its clock: counts in place of the row's own 12
+        rows = [row | {"value": 10.0, "target": 10.0}, row | {"value": 10.4, "target": 10.0}, row | {"value": 12.0, "target": 11.0, "peers": turns},
+                row | {"value": 2.0, "peers": {"torch": 1.0}}, row | {"value": 1.0, "peers": {"torch": 1.0, "other": 0.5}}]  # fmt: skip
+        header = {"area": "router", "gpu": "A GPU", "date": "today", "commit": "c", "cuda_sources": "of another day", "driver": "d", "cuda": "13", "torch": "",
+                  "clocks": {"sm_mhz": 1}, "method": "m", "checks": {"one": "passed", "two": "passed, 3 skipped: why", "fabric": "failed"}}  # fmt: skip
+        (tree / "bench/results/gpu/router.json").write_text(json.dumps({"header": header, "records": rows}), encoding="utf-8")
+        script = tree / "scripts/render_performance.py"
+        self.assertEqual(run(sys.executable, script, "--check").returncode, 1)
+        self.assertEqual(run(sys.executable, script).returncode, 0)
+        page = (tree / "docs/performance.md").read_text(encoding="utf-8")
+        cells = "| [router](#router-on-a-gpu) | A GPU | today | 5 | 1 of 3; 1 within 5% | 2 of 3 | failed elsewhere, older than the sources |"
+        self.assertIn(cells, page)
+        self.assertIn("Checks of the same run: passed: one; two passed, 3 skipped: why; fabric failed.", page)
+        self.assertEqual(run(sys.executable, script, "--check").returncode, 0)
 
     def test_cuda_compiles_fail_on_spills_and_on_warnings_of_lost_wgmma(self):
         """cmake/check_ptxas.py in front of a compiler that prints what ptxas prints."""
