@@ -48,8 +48,8 @@ def ranks_of(record):
 
 
 def module_table(records):
-    rows = ["| shape | ranks | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange not hidden, % | ceiling without it | "
-            "steps |",
+    rows = ["| shape | ranks | load | stack | ms (median) | p90 - p10 | TFLOP/s/GPU | of dense | GiB | host waits | exchange not hidden, % | "
+            "ceiling without it | steps |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     steps = [r for r in records if r["unit"] == "us" and r["op"] == "moe fwd+bwd"]
     for r in steps:

@@ -149,7 +149,7 @@ class Scripts(HouseTest):
         row = {"op": "o", "case": "c", "variant": "", "unit": "us", "spread": 0.1, "floor": None, "target": None, "peers": {}, "checked": True}
         turns = {"torch": 9.0, "waybill in turns with it": 8.0}  # shared its clock: counts in place of the row's own 12
         rows = [row | {"value": 10.0, "target": 10.0}, row | {"value": 10.4, "target": 10.0}, row | {"value": 12.0, "target": 11.0, "peers": turns},
-                row | {"value": 2.0, "peers": {"torch": 1.0}}, row | {"value": 1.0, "peers": {"torch": 1.0, "other": 0.5}}]  # fmt: skip
+                row | {"value": 2.0, "peers": {"torch": 1.0}}, row | {"value": 1.0, "peers": {"torch": 1.5, "other": 0.5}}]  # fmt: skip
         header = {"area": "router", "gpu": "A GPU", "date": "today", "commit": "c", "cuda_sources": "of another day", "driver": "d", "cuda": "13", "torch": "",
                   "clocks": {"sm_mhz": 1}, "method": "m", "checks": {"one": "passed", "two": "passed, 3 skipped: why", "fabric": "failed"}}  # fmt: skip
         (tree / "bench/results/gpu/router.json").write_text(json.dumps({"header": header, "records": rows}), encoding="utf-8")
