@@ -3,7 +3,7 @@
 """Checks that what the documents name exists: files, macros, commands, configuration keys of `--set`, and links between documents.
 
 In every tracked *.md: `path/with.suffix` and [text](target) must exist; WB_* and wb_* names must occur in a source file; `waybill VERB`
-must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII.
+must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII. docs/environment.md must hold every variable that sources read.
 """
 import pathlib
 import re
@@ -75,10 +75,25 @@ def snippet_faults():
         yield "README.md: its C++ snippet differs from tests/tools/readme_snippet.cc"
 
 
+def environment_faults():
+    """Variables of the environment that C++, Python or a script reads, and docs/environment.md lacks."""
+    reads = re.compile(r'(?:getenv\(|environ\.get\(|environ\[|number_of\(\{)"([A-Z][A-Z0-9_]+)"|\$\{((?:WAYBILL|WB)_[A-Z0-9_]+)')
+    page = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", page)) | {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "XLA_FLAGS"}  # CUDA's, Python's and XLA's own
+    for top in ("src", "tools", "bindings", "bench", "tests", "scripts", "cmake"):
+        for path in sorted((ROOT / top).rglob("*")):
+            if path.suffix in {".h", ".cc", ".c", ".cu", ".py", ".sh"}:
+                for match in reads.finditer(path.read_text(encoding="utf-8", errors="replace")):
+                    name = match[1] or match[2]
+                    if name not in known:
+                        known.add(name)
+                        yield f"{path.relative_to(ROOT).as_posix()}: reads {name}, which docs/environment.md does not name"
+
+
 def main():
     source = source_text()
     verbs = known_verbs(source)
-    faults, count = list(snippet_faults()), 0
+    faults, count = [*snippet_faults(), *environment_faults()], 0
     for path in documents():
         count += 1
         faults += faults_of(path, source, verbs)

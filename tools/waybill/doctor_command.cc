@@ -44,8 +44,8 @@ void print_abilities() {
     fmt::print("does not run here: GPU kernels (CPU build)\n");
   } else {
     fmt::print(
-        "runs on a GPU of this build: the router (waybill bench router --device cuda; libwaybill.so with device memory)\n"
-        "does not run on GPUs: train, generate and the other verbs of bench\n");
+        "runs on a GPU of this build: train (train.device), bench router and moe (--device cuda), bench exchange --tune; libwaybill.so with device memory\n"
+        "does not run on GPUs: generate, bench gemm, bench exchange without --tune, simulate\n");
   }
   if (!mpi_available()) fmt::print("does not run here: ranks as processes (built without MPI; Debian: libopenmpi-dev openmpi-bin, -DWAYBILL_MPI=ON)\n");
 }
