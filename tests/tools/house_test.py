@@ -142,9 +142,9 @@ class Scripts(HouseTest):
     def test_performance_page_sums_up_its_results(self):
         """scripts/render_performance.py in a tree of its own, with one result of the router."""
         tree = self.folder / "tree"
-        for name in ("scripts", "docs", "bench/results/gpu"):
+        for name in ("scripts", "docs/figures", "bench/results/gpu"):
             (tree / name).mkdir(parents=True)
-        for name in ("render_performance.py", "cuda_sources_hash.py"):
+        for name in ("render_performance.py", "speed_figure.py", "cuda_sources_hash.py"):
             shutil.copy(pathlib.Path(SOURCE) / "scripts" / name, tree / "scripts")
         row = {"op": "o", "case": "c", "variant": "", "unit": "us", "spread": 0.1, "floor": None, "target": None, "peers": {}, "checked": True}
         turns = {"torch": 9.0, "waybill in turns with it": 8.0}  # shared its clock: counts in place of the row's own 12
@@ -161,6 +161,20 @@ class Scripts(HouseTest):
         self.assertIn(cells, page)
         self.assertIn("Checks of the same run: passed: one; two passed, 3 skipped: why; fabric failed.", page)
         self.assertEqual(run(sys.executable, script, "--check").returncode, 0)
+        figure = tree / "docs/figures/speed.svg"
+        self.assertFalse(figure.exists())  # no results of the MoE layer
+        step = {"op": "moe fwd+bwd", "case": "name T1", "unit": "us", "load": "natural", "ranks": 1, "gpus": 1, "checked": True, "spread": 0, "tflops": 1,
+                "peak_bytes": 0, "host_waits": 0, "shares": {}, "iterations": 1, "evidence": "MoE module", "target": None, "peers": {}}  # fmt: skip
+        times = {"torch grouped": 20000, "dense-map captured": 15000, "sparse captured": 8000}
+        records = [step | {"variant": variant, "value": us} for variant, us in times.items()]
+        (tree / "bench/results/gpu/moe.json").write_text(json.dumps({"header": header | {"area": "moe"}, "records": records}), encoding="utf-8")
+        result = run(sys.executable, script)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        drawn = figure.read_text(encoding="utf-8")
+        for part in ("20.00 ms<", "15.00 ms<", "8.00 ms (2.50 times as fast)", 'width="172.0"', "does not count, older than the sources (failed: fabric)"):
+            self.assertIn(part, drawn)
+        figure.write_text("another", encoding="utf-8")
+        self.assertEqual(run(sys.executable, script, "--check").returncode, 1)
 
     def test_cuda_compiles_fail_on_spills_and_on_warnings_of_lost_wgmma(self):
         """cmake/check_ptxas.py in front of a compiler that prints what ptxas prints."""
