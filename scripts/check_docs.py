@@ -3,7 +3,7 @@
 """Checks that what the documents name exists: files, macros, commands, configuration keys of `--set`, and links between documents.
 
 In every tracked *.md: `path/with.suffix` and [text](target) must exist; WB_* and wb_* names must occur in a source file; `waybill VERB`
-must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII. docs/environment.md must hold every variable that sources read.
+must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII. docs/environment.md must hold every variable that sources read, and the messages of docs/howto/troubleshooting.md must be in the sources.
 """
 import pathlib
 import re
@@ -90,10 +90,21 @@ def environment_faults():
                         yield f"{path.relative_to(ROOT).as_posix()}: reads {name}, which docs/environment.md does not name"
 
 
+def message_faults(source):
+    """Messages of the troubleshooting page, the first cell of its tables, that no source holds; `...` stands for values. Literals of C++ and Python that
+    continue on the next line are joined."""
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    for number, line in enumerate((ROOT / "docs/howto/troubleshooting.md").read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("| `"):
+            for part in (part.strip() for code in re.findall(r"`([^`]+)`", line.split(" | ")[0]) for part in code.split("...")):
+                if part not in joined:
+                    yield f"docs/howto/troubleshooting.md:{number}: no source says '{part}'"
+
+
 def main():
     source = source_text()
     verbs = known_verbs(source)
-    faults, count = [*snippet_faults(), *environment_faults()], 0
+    faults, count = [*snippet_faults(), *environment_faults(), *message_faults(source)], 0
     for path in documents():
         count += 1
         faults += faults_of(path, source, verbs)

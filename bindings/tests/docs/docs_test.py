@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Python snippet of the how-to pages runs, in the order of its page and in one namespace; lines `# -> text` state what is printed."""
+"""Every Python snippet of the README and the how-to pages runs, in the order of its page and in one namespace; lines `# -> text` state what is
+printed."""
 
 import os
 import pathlib
@@ -11,8 +12,9 @@ import sys
 import pytest
 
 HOWTO = pathlib.Path(__file__).parents[3] / "docs" / "howto"
-PAGES = ["jax.md", "pytorch.md"]
-NEEDS = {"jax.md": ["jax", "flax", "optax"], "pytorch.md": ["torch", "transformers"]}
+README = "../../README.md"
+PAGES = ["jax.md", "pytorch.md", README]
+NEEDS = {"jax.md": ["jax", "flax", "optax"], "pytorch.md": ["torch", "transformers"], README: ["jax", "torch"]}
 
 
 def program_of(page):
