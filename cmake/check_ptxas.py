@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiler launcher for nvcc: runs the command, keeps ptxas' resource report beside the object, fails on spills and C7508/C7510.
 
-Only sm_90a counts: other code objects make no speed claim. A kernel whose source carries `// ptxas: may spill <substring of its name>: <reason>` is exempt (cold paths only).
+Only sm_90a counts: other code objects make no speed claim. A kernel whose source carries `// ptxas: may spill <substring of its name>: <reason>` is
+exempt (cold paths only).
 """
 import os
 import pathlib

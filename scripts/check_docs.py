@@ -3,7 +3,8 @@
 """Checks that what the documents name exists: files, macros, commands, configuration keys of `--set`, and links between documents.
 
 In every tracked *.md: `path/with.suffix` and [text](target) must exist; WB_* and wb_* names must occur in a source file; `waybill VERB`
-must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII. docs/environment.md must hold every variable that sources read, and the messages of docs/howto/troubleshooting.md must be in the sources.
+must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII. docs/environment.md must hold every variable that sources read, and
+the messages of docs/howto/troubleshooting.md must be in the sources.
 """
 import pathlib
 import re

@@ -23,7 +23,8 @@ ALLOWED["tools"] = ALLOWED["capi"] | {"tools"}
 PUBLIC = {
     "core": "buffer_bytes build_info dtype error export log phase random status stream tensor thread_pool version workspace",
     "route": "route route_plan route_stats route_io",
-    "ops": "activation gate group_rows grouped_gemm grouped_gemm_activation optimizer parameter quantize quantize_activated quantize_format quantize_gathered quantized_gemm recipe router router_weighted",
+    "ops": "activation gate group_rows grouped_gemm grouped_gemm_activation optimizer parameter quantize quantize_activated quantize_format "
+    "quantize_gathered quantized_gemm recipe router router_weighted",
     "fabric": "fabric mpi_fabric",
     "exchange": "exchange",
     "moe": "moe",

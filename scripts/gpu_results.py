@@ -3,7 +3,8 @@
 """Writes bench/results/<gpu>/<area>.json from what one scripts/gpu-check.sh run left behind.
 
   scripts/gpu_results.py AREA RECORDS.jsonl [PEERS.jsonl] --checks CHECKS.json [--out DIR]
-Records: one JSON object a line (bench_cuda_<area>); spread, p99, floor and target may be null. Peers: {"case": ..., "peers": {...}}; matched by the start of a record's case.
+Records: one JSON object a line (bench_cuda_<area>); spread, p99, floor and target may be null. Peers: {"case": ..., "peers": {...}}; matched by the
+start of a record's case.
 """
 import argparse
 import datetime
@@ -28,7 +29,8 @@ METHODS = {
     "session; quantized_*: MXFP8 and NVFP4 with their dequantisation, floor the bf16 product of the same run, target 0.90 of its rate",
     "moe": "one layer, forward + backward in bf16, on the ranks and GPUs of each row (virtual ranks share a GPU: no link is used); "
     "every stack's output and gradients are compared before it is timed (sparse with a dense "
-    "loop in double on a token of each rank, the others with sparse, torch with a dense fp32 layer); behind a barrier of the GPUs, the slower GPU's time, median; "
+    "loop in double on a token of each rank, the others with sparse, torch with a dense fp32 layer); behind a barrier of the GPUs, the slower GPU's "
+    "time, median; "
     "captured: one graph a GPU and step; eager: a host thread (torch: a process) a GPU; TFLOP/s per GPU = 18 x routes / GPUs x H x F / time; memory with x, "
     "d_out, out and dx, without weights and their gradients; exchange: plan, dispatch and combine (torch: NCCL kernels), waits for the peer included",
     "quantize": "burst: after 15 ms of spinning 20 calls between two events, median of 5, over rotating buffers larger than the L2; floor: bytes over the "

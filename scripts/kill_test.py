@@ -129,8 +129,8 @@ def kill_test(options, folder):
         raise KillError(f"after {last + 1} steps the weights differ from those of a run that was never killed")
     settings = ", ".join([f"seed {options.seed}", *options.set])
     print(f"kill test: {options.kills} kills ({settings}), {sum(inside.values())} inside a save ({inside[True]} of {options.kills // 2} aimed, "
-          f"{inside[False]} of {options.kills - options.kills // 2} at any time): the last good checkpoint loaded every time; step {last + 1} is bit-equal to a "
-          "run that was never killed")  # fmt: skip
+          f"{inside[False]} of {options.kills - options.kills // 2} at any time): the last good checkpoint loaded every time; step {last + 1} is bit-equal "
+          "to a run that was never killed")  # fmt: skip
 
 
 def main():

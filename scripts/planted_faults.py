@@ -108,7 +108,8 @@ def copied_files(source):
 
 def copy_sources(target):
     """The working tree as it is, uncommitted changes included. A file that is there already stays, with its time: ninja compares times only."""
-    paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()] + [ROOT / name for name in ("CMakeLists.txt", "LICENSE", "README.md")]
+    paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
+    paths += [ROOT / name for name in ("CMakeLists.txt", "LICENSE", "README.md")]
     wanted = set()
     for path in paths:
         copy = target / path.relative_to(ROOT)
@@ -153,7 +154,8 @@ def outcome_of(folder, program, names):
         return [f"{program} (no end within {TIMEOUT_S} s)"], []
     if not report.is_file():
         return [f"{program} (ended with {result.returncode})"], []
-    cases = [(f"{case.get('classname')}.{case.get('name')}", case.find("failure") is not None) for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase")]
+    root = xml.etree.ElementTree.parse(report).getroot()
+    cases = [(f"{case.get('classname')}.{case.get('name')}", case.find("failure") is not None) for case in root.iter("testcase")]
     return [name for name, failed in cases if failed], [name for name, _ in cases]
 
 
@@ -223,7 +225,8 @@ def full_run(options):
         print(f"{fault['name']}: {wrong or 'caught'}, {len(failing)} test(s) fail", flush=True)
         record(folder / "results.json", fault, {"sources": state, "wrong": wrong, "failing": failing})
     results = load_results(folder / "results.json", state)
-    print("\n".join(["| fault | failing tests |", "|---|---|"] + [f"| {name} | {', '.join(one['failing'] + [one['wrong']] * bool(one['wrong']))} |" for name, one in results.items()]))
+    rows = [f"| {name} | {', '.join(one['failing'] + [one['wrong']] * bool(one['wrong']))} |" for name, one in results.items()]
+    print("\n".join(["| fault | failing tests |", "|---|---|", *rows]))
     print(f"planted faults: {len(faults) - missed} of {len(faults)} caught; {len(results)} of {len(load_faults())} have a result for these sources")
     return 1 if missed else 0
 

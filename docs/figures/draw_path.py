@@ -42,13 +42,16 @@ def main():
         if index:
             x = 30 + 160 * index
             parts.append(f'<path d="M {x - 40} 79 L {x - 6} 79" stroke="#4C78A8" stroke-width="2" marker-end="url(#head)"/>')
-    parts.insert(2, '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto"><path d="M0,0 L6,3 L0,6 z" fill="#4C78A8"/></marker></defs>')
+    parts.insert(2, '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
+                    '<path d="M0,0 L6,3 L0,6 z" fill="#4C78A8"/></marker></defs>')  # fmt: skip
     parts += comparison(142, "Routes of one rank and layer", [
-        ("dense map [T, E]", DENSE_MAP, f"{DENSE_MAP / 1e6:.2f} MB", "#E45756"), ("Waybill [T, K] int16", COMPACT, f"{COMPACT / 1e6:.2f} MB", "#54A24B")], 520 / DENSE_MAP)  # fmt: skip
+        ("dense map [T, E]", DENSE_MAP, f"{DENSE_MAP / 1e6:.2f} MB", "#E45756"),
+        ("Waybill [T, K] int16", COMPACT, f"{COMPACT / 1e6:.2f} MB", "#54A24B")], 520 / DENSE_MAP)  # fmt: skip
     parts += comparison(242, "Weights that travel with one row", [
         ("all experts, fp32", DENSE_ROW, f"{DENSE_ROW:,} B beside a row of {ROW:,} B", "#E45756"),
         ("that rank's experts", SLICE, f"at most {SLICE} B", "#54A24B")], 420 / DENSE_ROW)  # fmt: skip
-    parts.append(text(30, 350, f"T = {T:,} tokens a rank, E = {E:,} experts on 72 ranks ({L} each), K = {K}. Computed from the shapes, not measured.", 12, "#777"))
+    note = f"T = {T:,} tokens a rank, E = {E:,} experts on 72 ranks ({L} each), K = {K}. Computed from the shapes, not measured."
+    parts.append(text(30, 350, note, 12, "#777"))
     parts.append("</svg>")
     pathlib.Path(__file__).with_name("path.svg").write_text("\n".join(parts) + "\n", encoding="ascii")
 

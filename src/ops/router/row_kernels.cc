@@ -58,7 +58,7 @@ namespace {
       WB_BY_SCORE(loss_gradient, x, p, a, mean, scale, softmax, softmax_scale, n, d)                                                                          \
     }                                                                                                                                                         \
     static constexpr RowKernels table() {                                                                                                                     \
-      return {label, widen_bf16, widen_f16, keys, has_nonfinite, threshold, collect, sort_small, full_scores, log_sum_exp, scale, dot,                                     \
+      return {label, widen_bf16, widen_f16, keys, has_nonfinite, threshold, collect, sort_small, full_scores, log_sum_exp, scale, dot,                        \
               selected_weights, slopes, loss_gradient};                                                                                                       \
     }                                                                                                                                                         \
   };

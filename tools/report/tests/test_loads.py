@@ -32,7 +32,8 @@ class LoadPlotsTest(unittest.TestCase):
         path.write_text(json.dumps({"records": records}), encoding="utf-8")
         stacks, case = moe_bench.load_records(path)
         self.assertEqual(case, "tiny, load router, checked")
-        self.assertEqual(stacks, {(False, "sparse"): {"forward": 2.0, "forward p90": 2.5, "bytes ids": 7}, (True, "dense-map"): {"forward": 3.0, "forward p90": 3.0}})
+        sparse, dense_map = {"forward": 2.0, "forward p90": 2.5, "bytes ids": 7}, {"forward": 3.0, "forward p90": 3.0}
+        self.assertEqual(stacks, {(False, "sparse"): sparse, (True, "dense-map"): dense_map})
         figures, _ = moe_bench.figures_of(path)
         self.assertEqual(len(figures), 8)
         self.assertEqual(list(figures[0].data[0].y), [2.0])
@@ -62,7 +63,8 @@ class LoadPlotsTest(unittest.TestCase):
 
     def test_a_file_without_records_is_refused_in_one_line(self):
         path = self.folder / "records.json"
-        for text in ("{", '{"records": []}', "[1]", '{"records": 5}', '{"records": [{"op": "moe layer"}]}', json.dumps({"records": [record("a: forward", "time", "x")]})):
+        bad_value = json.dumps({"records": [record("a: forward", "time", "x")]})
+        for text in ("{", '{"records": []}', "[1]", '{"records": 5}', '{"records": [{"op": "moe layer"}]}', bad_value):
             path.write_text(text, encoding="utf-8")
             code, errors = self.quiet(moe_bench.main, str(path))
             self.assertEqual(code, 2)
@@ -70,7 +72,8 @@ class LoadPlotsTest(unittest.TestCase):
             self.assertIn("records.json", errors)
 
     def test_load_by_phase_follows_the_counts(self):
-        steps = [{"kind": "step", "step": i + 1, "loss": 1.0, "layers": [{"layer": 3, "counts": [8, 0] if i < 2 else [4, 4], "rank_slots": [6, 2]}]} for i in range(4)]
+        layers = [[{"layer": 3, "counts": [8, 0] if i < 2 else [4, 4], "rank_slots": [6, 2]}] for i in range(4)]
+        steps = [{"kind": "step", "step": i + 1, "loss": 1.0, "layers": layers[i]} for i in range(4)]
         (self.folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
         run = load_run(self.folder)
         self.assertEqual([label for label, _ in load.phase_steps(run, 2)], ["steps 1-2", "steps 3-4"])

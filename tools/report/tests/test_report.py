@@ -141,7 +141,8 @@ class ReportTest(unittest.TestCase):
         os.mkfifo(pipe)
         folder.mkdir()
         for output, expected in ((pipe, "not a regular file: it is not replaced"), (folder, "is a folder: it is not replaced"),
-                                 (self.folder / "none" / "a.html", "none is not a folder"), (pathlib.Path("/dev/null"), "/dev/null is not a regular file")):  # fmt: skip
+                                 (self.folder / "none" / "a.html", "none is not a folder"),
+                                 (pathlib.Path("/dev/null"), "/dev/null is not a regular file")):  # fmt: skip
             code, _, errors = self.run_command(str(self.folder), "--output", str(output))
             self.assertEqual(code, 2)
             self.assertIn(expected, errors)

@@ -36,7 +36,8 @@ def curve_of(argument):
             points.append([run.steps[min(begin + CHUNK, len(run.steps)) - 1]["step"], round(sum(losses) / len(losses), 5)])
     ends = [record["loss"] for record in run.evals if record["loss"] is not None]
     return {"name": name or recipe_of(run), "recipe": recipe_of(run), "steps": run.steps[-1]["step"], "train": points,
-            "held_out": [[record["step"], record["loss"]] for record in run.evals], "final_held_out": (run.end or {}).get("loss") or (ends[-1] if ends else None),
+            "held_out": [[record["step"], record["loss"]] for record in run.evals],
+            "final_held_out": (run.end or {}).get("loss") or (ends[-1] if ends else None),
             "skipped": sum(1 for step in run.steps if step.get("valid") is False),
             "bigram_entropy": run.header.get("bigram_entropy"), "version": run.header.get("version"), "seed": run.header.get("seed")}  # fmt: skip
 
@@ -116,20 +117,25 @@ def svg(curves):
     def text(px, py, content, anchor="middle", size=12):
         return f'<text x="{px:.1f}" y="{py:.1f}" {FONT} font-size="{size}" fill="#333" text-anchor="{anchor}">{html.escape(content)}</text>'
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">', f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>']
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">',
+             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>']  # fmt: skip
     for tick in ticks(low, high):
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e3e3e3"/>' + text(LEFT - 8, y(tick) + 4, f"{tick:g}", "end"))
+        line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e3e3e3"/>'
+        parts.append(line + text(LEFT - 8, y(tick) + 4, f"{tick:g}", "end"))
     for tick in ticks(0, right):
         parts.append(text(x(tick), HEIGHT - BOTTOM + 18, f"{tick:g}"))
     legend = WIDTH - max(150, 50 + 7 * max(len(curve["name"]) for curve in curves))  # about 7 units a letter
-    parts.append(text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 8, "step") + text(LEFT, 15, f"loss, nats a token (lines: training, mean of {CHUNK} steps; circles: held out)", "start"))
+    title = f"loss, nats a token (lines: training, mean of {CHUNK} steps; circles: held out)"
+    parts.append(text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 8, "step") + text(LEFT, 15, title, "start"))
     for index, curve in enumerate(curves):
         color = COLORS[index % len(COLORS)]
         line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in curve["train"])
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-        parts += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4" fill="none" stroke="{color}" stroke-width="1.5"/>' for step, loss in curve["held_out"] if loss is not None]
+        held_out = [(step, loss) for step, loss in curve["held_out"] if loss is not None]
+        parts += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4" fill="none" stroke="{color}" stroke-width="1.5"/>' for step, loss in held_out]
         at = TOP + 22 + 18 * index
-        parts.append(f'<line x1="{legend}" x2="{legend + 30}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2.5"/>' + text(legend + 38, at + 4, curve["name"], "start"))
+        key = f'<line x1="{legend}" x2="{legend + 30}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2.5"/>'
+        parts.append(key + text(legend + 38, at + 4, curve["name"], "start"))
     return "\n".join(parts + ["</svg>", ""])
 
 

@@ -22,7 +22,8 @@ def load_cases(path):
         cases = {}
         for row in rows:
             if row["op"] == OP:
-                cases.setdefault((row["case"], row["load"]), []).append({name: row[name] for name in ("variant", "value", "spread", "tflops", "peak_bytes", "shares")})
+                kept = {name: row[name] for name in ("variant", "value", "spread", "tflops", "peak_bytes", "shares")}
+                cases.setdefault((row["case"], row["load"]), []).append(kept)
         return cases
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise RunError(f"{path}: not a file of benchmark records ({error!r})") from None

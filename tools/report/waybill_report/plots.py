@@ -111,8 +111,8 @@ def expert_load(run):
         z = []
         for expert in range(num_experts):
             z.append([relative_load(rows[begin:end], expert, num_experts) for begin, end in bounds])
-        figure.add_heatmap(z=z, x=[steps[begin]["step"] for begin, _ in bounds], y=[expert * per_row for expert in range(num_experts)], visible=index == 0, zmin=0, zmax=2,
-                           colorscale="RdBu_r", colorbar={"title": "load / mean"},
+        figure.add_heatmap(z=z, x=[steps[begin]["step"] for begin, _ in bounds], y=[expert * per_row for expert in range(num_experts)],
+                           visible=index == 0, zmin=0, zmax=2, colorscale="RdBu_r", colorbar={"title": "load / mean"},
                            hovertemplate="step %{x}, expert %{y}: %{z:.2f} x mean<extra></extra>")  # fmt: skip
         buttons.append({"label": f"layer {layer}", "method": "update", "args": [{"visible": [i == index for i in range(len(layers))]}]})
     figure.update_layout(updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.18, "yanchor": "top"}])
