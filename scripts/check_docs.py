@@ -4,7 +4,7 @@
 
 In every tracked *.md: `path/with.suffix` and [text](target) must exist; WB_* and wb_* names must occur in a source file; `waybill VERB`
 must be a registered verb; `scripts/x` must exist; and nothing may be non-ASCII. docs/environment.md must hold every variable that sources read, and
-the messages of docs/howto/troubleshooting.md must be in the sources.
+the messages of docs/howto/troubleshooting.md must be in the sources; docs/headers.md must list every public header.
 """
 import pathlib
 import re
@@ -91,6 +91,13 @@ def environment_faults():
                         yield f"{path.relative_to(ROOT).as_posix()}: reads {name}, which docs/environment.md does not name"
 
 
+def header_faults():
+    page = (ROOT / "docs/headers.md").read_text(encoding="utf-8")
+    for header in sorted((ROOT / "include/waybill").glob("*.h")):
+        if f"`{header.name}`" not in page:
+            yield f"docs/headers.md: lacks {header.name}"
+
+
 def message_faults(source):
     """Messages of the troubleshooting page, the first cell of its tables, that no source holds; `...` stands for values. Literals of C++ and Python that
     continue on the next line are joined."""
@@ -105,7 +112,7 @@ def message_faults(source):
 def main():
     source = source_text()
     verbs = known_verbs(source)
-    faults, count = [*snippet_faults(), *environment_faults(), *message_faults(source)], 0
+    faults, count = [*snippet_faults(), *environment_faults(), *header_faults(), *message_faults(source)], 0
     for path in documents():
         count += 1
         faults += faults_of(path, source, verbs)
