@@ -119,6 +119,12 @@ class Scripts(HouseTest):
         self.assertEqual(result.returncode, 2)
         self.assertIn("no such file or folder", result.stderr)
 
+    def test_the_page_of_config_keys_is_what_the_command_prints(self):
+        printed = run(pathlib.Path(BUILD) / "tools/waybill/waybill", "train", "--list-keys").stdout
+        page = (pathlib.Path(SOURCE) / "docs/config.md").read_text(encoding="utf-8")
+        self.assertIn("train.global_batch", printed)
+        self.assertEqual(page.split("```\n")[1], printed, "renew docs/config.md by `waybill train --list-keys`")
+
     def test_unknown_options_are_refused(self):
         for script in ("demo.sh", "test.sh", "sanitize.sh"):
             result = run("bash", pathlib.Path(SOURCE) / "scripts" / script, "--no-such-option", cwd=self.folder)
