@@ -98,6 +98,14 @@ def header_faults():
             yield f"docs/headers.md: lacks {header.name}"
 
 
+def setting_faults():
+    """`router.x` and `moe.x` of the page for those who come from elsewhere must be fields of Python's configs."""
+    fields = set(re.findall(r"^    (\w+): ", (ROOT / "bindings/python/waybill/config.py").read_text(encoding="utf-8"), re.M))
+    page = (ROOT / "docs/howto/coming-from.md").read_text(encoding="utf-8")
+    for name in sorted(set(re.findall(r"\b(?:router|moe)\.(\w+)", page)) - fields):
+        yield f"docs/howto/coming-from.md: {name} is no field of RouterConfig or MoeConfig"
+
+
 def message_faults(source):
     """Messages of the troubleshooting page, the first cell of its tables, that no source holds; `...` stands for values. Literals of C++ and Python that
     continue on the next line are joined."""
@@ -112,7 +120,7 @@ def message_faults(source):
 def main():
     source = source_text()
     verbs = known_verbs(source)
-    faults, count = [*snippet_faults(), *environment_faults(), *header_faults(), *message_faults(source)], 0
+    faults, count = [*snippet_faults(), *environment_faults(), *header_faults(), *setting_faults(), *message_faults(source)], 0
     for path in documents():
         count += 1
         faults += faults_of(path, source, verbs)
