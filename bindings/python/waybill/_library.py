@@ -19,6 +19,12 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
 }
 
 
+class Library(ctypes.CDLL):
+    """libwaybill.so."""
+
+    waybill_path: str
+
+
 def candidates() -> list[pathlib.Path]:
     """Where the library is looked for, in order: $WAYBILL_LIBRARY, the package, then the loader's own path."""
     named = os.environ.get("WAYBILL_LIBRARY")
@@ -27,7 +33,7 @@ def candidates() -> list[pathlib.Path]:
     return [pathlib.Path(__file__).parent / "lib" / "libwaybill.so", pathlib.Path("libwaybill.so")]
 
 
-def _open() -> tuple[ctypes.CDLL, str]:
+def _open() -> tuple[Library, str]:
     tried = []
     for path in candidates():
         if path.is_absolute() and not path.exists():
@@ -35,7 +41,7 @@ def _open() -> tuple[ctypes.CDLL, str]:
             continue
         try:
             # Global, so that the XLA library finds the same wb_* functions.
-            return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL), str(path)
+            return Library(str(path), mode=ctypes.RTLD_GLOBAL), str(path)
         except OSError as error:
             tried.append(str(error))
     raise ImportError("waybill: libwaybill.so was not found; reinstall the package or set WAYBILL_LIBRARY to its path. Tried: " + "; ".join(tried))
@@ -50,7 +56,7 @@ def _check_structs(lib: ctypes.CDLL, path: str) -> None:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> Library:
     """The loaded library with typed functions. Raises ImportError with what was tried."""
     lib, path = _open()
     for name, (result, arguments) in _abi.PROTOTYPES.items():

@@ -36,7 +36,7 @@ def platform(x: Any, given: str | None) -> str:
     if given is None and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         given = next(iter(x.devices())).platform
     if given is None:
-        default = jax.config.jax_default_device
+        default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]  # jax declares none of its options
         given = default.platform if hasattr(default, "platform") else default or jax.default_backend()
     return "cuda" if given in ("gpu", "cuda") else "cpu"
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import threading
+from typing import Any
 
 import jax
 
@@ -40,49 +41,49 @@ def ensure(lib: ctypes.CDLL) -> None:
             _done = True
 
 
-def _set_up(lib: ctypes.CDLL) -> None:
+def _store() -> tuple[Any, str]:
+    """JAX's key-value store and where its process 0 listens."""
     from jax._src import distributed  # the store has no public name
 
     state = distributed.global_state
-    if state.client is None:
+    if state.client is None or state.coordinator_address is None:
         raise RuntimeError(f"{jax.process_count()} processes but no jax.distributed.initialize(): Waybill's processes find each other through its store")
+    return state.client, state.coordinator_address
+
+
+def _set_up(lib: ctypes.CDLL) -> None:
+    client, coordinator = _store()
     me, prefix = jax.process_index(), "waybill/jax/"
     if me == 0:
-        state.client.key_value_set(prefix + "secret", secrets.token_hex(24))
-    secret = _get(state.client, prefix + "secret", 0)
-    host = _host(state.coordinator_address)
+        client.key_value_set(prefix + "secret", secrets.token_hex(24))
+    secret = _get(client, prefix + "secret", 0)
+    host = _host(coordinator)
     port, error = ctypes.c_int(0), ctypes.create_string_buffer(512)
     if lib.wbx_mesh_listen(host.encode(), secret.encode(), ctypes.byref(port), error, len(error)):
         raise RuntimeError(f"waybill.jax: {error.value.decode()}; set WAYBILL_HOST to a numeric address of this machine that the others reach")
-    state.client.key_value_set(f"{prefix}address/{me}", f"{host} {port.value}")
+    client.key_value_set(f"{prefix}address/{me}", f"{host} {port.value}")
     for index in range(jax.process_count()):
-        peer, peer_port = _get(state.client, f"{prefix}address/{index}", index).split(" ")
+        peer, peer_port = _get(client, f"{prefix}address/{index}", index).split(" ")
         lib.wbx_mesh_set_peer(index, peer.encode(), int(peer_port))
     lib.wbx_mesh_start(me, TIMEOUT_S * 1000)
 
 
 def device_peers(number: int) -> _device.Peers:
     """How the processes of this program's `number`-th group on GPUs find each other; every process makes its groups in one order."""
-    from jax._src import distributed
-
-    state = distributed.global_state
-    if state.client is None:
-        raise RuntimeError(f"{jax.process_count()} processes but no jax.distributed.initialize(): Waybill's processes find each other through its store")
+    client, coordinator = _store()
     key = f"waybill/device/{number}"
 
     def publish(port: int) -> int:
         if jax.process_index() == 0:
-            state.client.key_value_set(key, str(port))
-        return int(_get(state.client, key, 0))
+            client.key_value_set(key, str(port))
+        return int(_get(client, key, 0))
 
-    return _device.Peers(jax.process_index(), jax.process_count(), state.coordinator_address.rpartition(":")[0].strip("[]"), publish)
+    return _device.Peers(jax.process_index(), jax.process_count(), coordinator.rpartition(":")[0].strip("[]"), publish)
 
 
 def gather(number: int, what: str, data: bytes) -> list[bytes]:
     """`data` of every process in their order, for the `number`-th group on GPUs. RuntimeError where a process makes another `what`."""
-    from jax._src import distributed
-
-    client, me, key = distributed.global_state.client, jax.process_index(), f"waybill/given/{number}"
+    client, me, key = _store()[0], jax.process_index(), f"waybill/given/{number}"
     client.key_value_set(f"{key}/{me}", f"{what} {data.hex()}")
     given = [_get(client, f"{key}/{index}", index).split(" ") for index in range(jax.process_count())]
     for index, (name, _) in enumerate(given):

@@ -168,11 +168,7 @@ class Layer:
         del keep
         if status:
             check(status)
-        for index, (name, tensor) in enumerate(zip(names, tensors)):
-            gradient = results[index]
-            if gradient is not None and gradient.dtype is not tensor.dtype:
-                results[index] = gradient.to(tensor.dtype)
-        return [dx, *results]
+        return [dx, *(total.to(tensor.dtype) if total is not None else None for total, tensor in zip(results, tensors))]
 
     def share(self, mask: Tensor) -> Tensor:
         """[4] float32: what losses over all T rows are multiplied by, so that they are those over the rows that are no padding."""

@@ -27,7 +27,8 @@ class _Held:
     __slots__ = ("layer", "step")
 
     def __init__(self, layer: _block.Layer, step: _core.MoeStep) -> None:
-        self.layer, self.step = layer, step
+        self.layer = layer
+        self.step: Any = step  # a step of the layer, None when given back
 
     def release(self) -> None:
         if self.step is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def _id_dtype(E: int) -> torch.dtype:
 
 
 def _call(config: RouterConfig, logits: Tensor, bias: Optional[Tensor], padding_mask: Optional[Tensor], totals: Optional[Tensor] = None) -> _core.RouterCall:
-    options = {}
+    options: dict[str, Any] = {}
     if totals is not None:  # [E + 1] int64: counts over all ranks, then valid tokens
         # The losses average over T rows; _share() has the rest.
         options = {"aux_counts": _views.view(totals[:-1].to(torch.int32), "counts"), "aux_tokens": logits.shape[0], "loss_tokens": logits.shape[0]}
@@ -149,5 +149,6 @@ def router(logits: Tensor, config: RouterConfig, *, bias: Tensor | None = None, 
     if padding_mask is not None:
         _views.check(padding_mask, "padding_mask", [torch.bool, torch.uint8], [logits.shape[0]], like=logits, on_cuda=True)
         padding_mask = padding_mask.to(torch.uint8)
-    ids, weights, counts, losses, _ = torch.ops.waybill.router(logits.contiguous(), bias, padding_mask, config.text, _fabric_number(fabric))
+    text = config.text  # type: ignore[attr-defined]  # no field of it
+    ids, weights, counts, losses, _ = torch.ops.waybill.router(logits.contiguous(), bias, padding_mask, text, _fabric_number(fabric))
     return Routes(ids, weights, counts, losses)

@@ -58,7 +58,8 @@ def load_hub(block: MoE, state: Mapping[str, Tensor], *, prefix: str = "", style
 
 def _settings(block: nn.Module, model_config: Any) -> MoeConfig:
     kind = type(block).__name__
-    gate, experts = block.gate, block.experts
+    gate: Any = block.gate
+    experts: Any = block.experts
     E, H = gate.weight.shape
     F = experts.down_proj.shape[2]
     act = getattr(model_config, "hidden_act", "silu")
@@ -90,20 +91,21 @@ def from_transformers(block: nn.Module, model_config: Any, *, ep: Fabric | None 
         raise NotImplementedError(f"router_jitter_noise = {block.jitter_noise}: noise on the router's input is not built in; set it to 0")
     config = _settings(block, model_config)
     result = MoE(config, ep=ep, world=world, device="meta")
+    given: Any = block  # of a class of transformers
     local = slice(result.first_expert, result.first_expert + result.num_local_experts)
     whole = result.num_local_experts == config.router.E
 
     def experts(parameter: nn.Parameter) -> nn.Parameter:
         return parameter if whole else nn.Parameter(parameter.detach()[local].clone(), requires_grad=parameter.requires_grad)
 
-    result.gate.weight = block.gate.weight
+    result.gate.weight = given.gate.weight
     if config.router_bias:
-        result.gate.e_score_correction_bias = block.gate.e_score_correction_bias
-    result.experts.gate_up_proj = experts(block.experts.gate_up_proj)
-    result.experts.down_proj = experts(block.experts.down_proj)
+        result.gate.e_score_correction_bias = given.gate.e_score_correction_bias
+    result.experts.gate_up_proj = experts(given.experts.gate_up_proj)
+    result.experts.down_proj = experts(given.experts.down_proj)
     if config.shared_F:
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(result.shared_experts, name).weight = getattr(block.shared_experts, name).weight
+            getattr(result.shared_experts, name).weight = getattr(given.shared_experts, name).weight
     return result.train(block.training)
 
 
