@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Renders docs/performance.md and docs/figures/speed.svg from bench/results/*/*.json; with --check compares instead, and lists results older than the
-sources."""
+"""Renders docs/performance.md, docs/figures/speed.svg and the tables of recorded runs in docs/perf from bench/results/*/*.json; with --check compares
+instead, and lists results older than the sources."""
 import argparse
 import json
 import sys
@@ -21,6 +21,9 @@ A difference of two medians has no spread of its own. Tables of the MoE layer ha
 How the kernels work, what bounds them and what was tried: [router](perf/router.md), [exchange](perf/exchange.md), [grouped matmul](perf/grouped-gemm.md),
 [8-bit matmuls](perf/grouped-gemm-fp8.md), [quantisers](perf/quantize-gpu.md), [MoE layer](perf/moe-layer.md), [Python bindings](perf/bindings-gpu.md).
 """
+# Pages with a table of their area's recorded runs, between two marks.
+RECORDED = {"router": "router", "exchange": "exchange", "gemm": "grouped-gemm", "fp8": "grouped-gemm-fp8", "quantize": "quantize-gpu", "moe": "moe-layer"}
+BEGIN, END = "<!-- recorded: by scripts/render_performance.py -->\n", "<!-- /recorded -->\n"
 TORCH, IN_TURNS = "torch", "waybill in turns with it"  # names of peers in the records; where both are there they shared clock and burst
 
 
@@ -120,13 +123,13 @@ def state_of(header):
     return state + (", older than the sources" if is_older(header) else "")
 
 
-def summary(results):
+def summary(results, page=""):
     rows = ["| area | GPUs | run | rows | targets met | no slower than torch | state |", "|---|---|---|---|---|---|---|"]
     for data in results:
         h, records = data["header"], data["records"]
         anchor = f"{h['area']} on {h['gpu']}".lower().replace(" ", "-")
-        rows.append(f"| [{h['area']}](#{anchor}) | {h['gpu']} | {h['date']} | {sum(r['unit'] == 'us' for r in records)} | {met(records)} | {ahead(records)} | "
-                    f"{state_of(h)} |")  # fmt: skip
+        count = sum(r["unit"] == "us" for r in records)
+        rows.append(f"| [{h['area']}]({page}#{anchor}) | {h['gpu']} | {h['date']} | {count} | {met(records)} | {ahead(records)} | {state_of(h)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -161,6 +164,17 @@ def section(data):
     return "\n".join(lines + [""] + (module_table if h["area"] == "moe" else table)(data["records"])) + "\n"
 
 
+def recorded(results):
+    """path -> text of the pages about one area, their tables of recorded runs renewed."""
+    made = {}
+    for area, name in RECORDED.items():
+        path, own = ROOT / f"docs/perf/{name}.md", [data for data in results if data["header"]["area"] == area]
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if own and BEGIN in text and END in text:
+            made[path] = text.split(BEGIN)[0] + BEGIN + summary(own, "../performance.md") + END + text.split(END, 1)[1]
+    return made
+
+
 def speed(paths, results):
     """The figure of the MoE layer on one GPU; None where no such results are."""
     for path, data in zip(paths, results, strict=True):
@@ -177,7 +191,7 @@ def main():
     paths = sorted((ROOT / "bench/results").glob("*/*.json"))
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     parts = [summary(results), *map(section, results)] if results else ["No result yet: run scripts/gpu-check.sh on a machine with a GPU.\n"]
-    made = {PAGE: "\n".join([INTRO, *parts])}
+    made = {PAGE: "\n".join([INTRO, *parts]), **recorded(results)}
     if figure := speed(paths, results):
         made[FIGURE] = figure
     for path, data in zip(paths, results, strict=True):

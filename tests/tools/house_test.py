@@ -148,7 +148,7 @@ class Scripts(HouseTest):
     def test_performance_page_sums_up_its_results(self):
         """scripts/render_performance.py in a tree of its own, with one result of the router."""
         tree = self.folder / "tree"
-        for name in ("scripts", "docs/figures", "bench/results/gpu"):
+        for name in ("scripts", "docs/figures", "docs/perf", "bench/results/gpu"):
             (tree / name).mkdir(parents=True)
         for name in ("render_performance.py", "speed_figure.py", "cuda_sources_hash.py"):
             shutil.copy(pathlib.Path(SOURCE) / "scripts" / name, tree / "scripts")
@@ -167,6 +167,14 @@ class Scripts(HouseTest):
         self.assertIn(cells, page)
         self.assertIn("Checks of the same run: passed: one; two passed, 3 skipped: why; fabric failed.", page)
         self.assertEqual(run(sys.executable, script, "--check").returncode, 0)
+        log = tree / "docs/perf/router.md"
+        log.write_text("head\n<!-- recorded: by scripts/render_performance.py -->\nold\n<!-- /recorded -->\ntail\n", encoding="utf-8")
+        self.assertEqual(run(sys.executable, script, "--check").returncode, 1)
+        self.assertEqual(run(sys.executable, script).returncode, 0)
+        parts = log.read_text(encoding="utf-8").splitlines()
+        self.assertEqual([parts[0], parts[-1]], ["head", "tail"])
+        self.assertNotIn("old", parts)
+        self.assertIn(cells.replace("](#", "](../performance.md#"), parts)
         figure = tree / "docs/figures/speed.svg"
         self.assertFalse(figure.exists())  # no results of the MoE layer
         step = {"op": "moe fwd+bwd", "case": "name T1", "unit": "us", "load": "natural", "ranks": 1, "gpus": 1, "checked": True, "spread": 0, "tflops": 1,
