@@ -1,136 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The language model on the GPU against the one on the CPU. Operands are bf16 here and fp32 there, so losses and gradients agree within bounds that follow
 // from 2^-9 a rounding; what must be equal to the bit (repeats, checkpoints, skipped steps) is compared as such.
-#include <cmath>
-#include <random>
-
-#include "cuda/model_harness.h"
-#include "model/cuda/device_language_model.h"
+#include "cuda/both_sides.h"
 #include "model/cuda/device_memory.h"
-#include "ops/activation/cuda/activation_cuda.h"
-#include "ops/gemm/cuda/gemm_cuda.h"
-#include "ops/gemm/cuda/quantized_cuda.h"
-#include "ops/quantize/cuda/quantize_cuda.h"
-#include "ops/router/cuda/router_cuda.h"
 
 namespace waybill::cuda {
 namespace {
-
-constexpr std::uint64_t kSeed = 11;
-constexpr std::int64_t kVocab = 64, kSeqLen = 32;
-
-// All mechanisms but auxiliary losses, whose value depends on the split over ranks. K = E leaves no choice of experts that rounding could change.
-// `options`: expert biases, and in the last layer the dense-map path.
-ModelConfig small_model(int P, std::int64_t K = 2, bool options = false, Recipe recipe = Recipe::kF32, float global = 0) {
-  ModelConfig c;
-  c.vocab = kVocab, c.H = 64, c.num_heads = 4, c.num_kv_heads = 2, c.head_dim = 16, c.seq_len = kSeqLen, c.qk_norm = true, c.init_std = 0.08f;
-  for (int i = 0; i < 3; ++i) {
-    LayerConfig& layer = c.layers.emplace_back();
-    layer.is_moe = i > 0, layer.dense_F = 96, layer.P = P;
-    layer.moe.E = 8, layer.moe.K = K, layer.moe.F = recipe == Recipe::kF32 ? 48 : 64, layer.moe.recipe.kind = recipe, layer.moe.H = c.H,
-    layer.moe.bias_update_rate = i == 2 ? 0.01f : 0.0f;
-    layer.moe.router.E = 8, layer.moe.router.K = K, layer.moe.router.score = ScoreFunction::kSigmoid, layer.moe.router.renormalise = true;
-    layer.moe.global_coefficient = global;
-    layer.moe.expert_bias = options, layer.moe.force_dense_map = options && i == 2;
-    if (!layer.is_moe) layer.moe = MoeConfig{};
-  }
-  return c;
-}
-
-// Tokens that can be learned: each is followed by one of two. The last sequence ends in padding.
-Tensor make_tokens(std::int64_t B, unsigned seed) {
-  std::mt19937 random(seed);
-  Tensor tokens(DType::kI32, {B, kSeqLen + 1});
-  for (std::int64_t b = 0; b < B; ++b) {
-    std::uint32_t token = random() % kVocab;
-    for (std::int64_t s = 0; s <= kSeqLen; ++s) {
-      tokens.as<std::int32_t>()[b * (kSeqLen + 1) + s] = b == B - 1 && s > kSeqLen - 5 ? -1 : static_cast<std::int32_t>(token);
-      token = (token * 5 + random() % 2 + 1) % kVocab;
-    }
-  }
-  return tokens;
-}
-
-class BothSides {
- public:
-  static constexpr std::int64_t kSequences = 8, kMicroBatches = 2;
-
-  explicit BothSides(int W, double receive_factor = 0, std::int64_t K = 2, bool more = false, Recipe recipe = Recipe::kF32, float global = 0,
-                     std::size_t memory = 0)
-      : W_(W),
-        fabric_(make_single_fabric()),
-        cpu(small_model(1, K, more, recipe, global), *fabric_, kSeed),
-        states(make_optimizer_states(cpu.parameters())),
-        list(model::make_parameters(small_model(1, K, more, recipe, global), 0, kSeed, nullptr)),
-        gpu_states(make_optimizer_states(list.parameters)) {
-    register_router(), register_gemm(), register_activation(), register_quantize(), register_quantized_gemm();
-    DeviceModelOptions options;
-    options.B = kSequences / W, options.micro_batches = kMicroBatches, options.receive_factor = receive_factor, options.steps_in_flight = 4;
-    options.memory = memory;
-    gpu = std::make_unique<DeviceLanguageModel>(small_model(W, K, more, recipe, global), W, list, options);
-    gpu->upload(gpu_states, 0);
-  }
-
-  DeviceLanguageModel::Batches batches(int step) const {
-    DeviceLanguageModel::Batches all;
-    for (int m = 0; m < kMicroBatches; ++m) {
-      const Tensor tokens = make_tokens(kSequences, static_cast<unsigned>(10 * step + m));
-      std::vector<model::TokenBatch>& ranks = all.emplace_back();
-      const std::int64_t each = kSequences / W_;
-      for (int r = 0; r < W_; ++r) ranks.push_back(model::split_tokens(tokens.view().rows(r * each, (r + 1) * each), kSeqLen));
-    }
-    return all;
-  }
-  DeviceStepResult gpu_step(int step) {
-    gpu->queue_step(batches(step), settings);
-    return gpu->finish_step();
-  }
-  // Loss and norm; then the update.
-  StepStats cpu_step(int step, double* norm = nullptr) {
-    std::vector<Tensor> tokens;
-    std::vector<TensorView> views;
-    for (int m = 0; m < kMicroBatches; ++m) tokens.push_back(make_tokens(kSequences, static_cast<unsigned>(10 * step + m)));
-    for (const Tensor& t : tokens) views.push_back(t);
-    StepStats stats = cpu.forward_backward(views, settings.rounding_seed);
-    const double n = cpu.gradient_norm();
-    if (norm != nullptr) *norm = n;
-    adamw_step(settings.optimizer, settings.learning_rate, static_cast<float>(clip_scale(n, settings.clip_norm)), ++updates_, cpu.parameters(), states);
-    cpu.update_router_bias(stats);
-    return stats;
-  }
-  std::vector<float> gpu_values() {
-    gpu->download(gpu_states);
-    std::vector<float> all;
-    for (std::size_t i = 0; i < list.parameters.size(); ++i) {
-      const Parameter& p = list.parameters[i];
-      all.insert(all.end(), p.value.as<float>(), p.value.as<float>() + p.value.size());
-      if (p.trainable) all.insert(all.end(), gpu_states[i].v.as<float>(), gpu_states[i].v.as<float>() + p.value.size());
-    }
-    return all;
-  }
-
- private:
-  int W_;
-  std::unique_ptr<Fabric> fabric_;
-  std::int64_t updates_ = 0;
-
- public:
-  DeviceUpdate settings{{}, 3e-3f, 1.0};
-  LanguageModel cpu;
-  std::vector<OptimizerState> states;
-  model::ParameterList list;
-  std::vector<OptimizerState> gpu_states;
-  std::unique_ptr<DeviceLanguageModel> gpu;
-};
-
-double relative_l2(const Tensor& a, const Tensor& b) {
-  double difference = 0, size = 0;
-  for (std::int64_t i = 0; i < a.size(); ++i) {
-    const double d = static_cast<double>(a.as<float>()[i]) - b.as<float>()[i];
-    difference += d * d, size += static_cast<double>(b.as<float>()[i]) * b.as<float>()[i];
-  }
-  return std::sqrt(difference / std::max(size, 1e-30));
-}
 
 // A gradient passes about ten roundings of 2^-9 (relative, independent) and sums that cancel: 3%.
 TEST(DeviceModel, LossAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
@@ -291,7 +166,7 @@ TEST(DeviceModel, AModelThatMustFitLessMemoryHasTheSameBits) {
 }
 
 TEST(DeviceModelMemory, TheFastestFormThatFitsIsTaken) {
-  ModelConfig config = small_model(2, /*K=*/4);
+  ModelConfig config = small_model({2, 2}, /*K=*/4);
   config.H = 512;
   for (LayerConfig& layer : config.layers) {
     if (layer.is_moe) layer.moe.H = config.H;
@@ -328,17 +203,30 @@ TEST(DeviceModelMemory, TheFastestFormThatFitsIsTaken) {
   EXPECT_EQ(moe_options(moe, {true, 4}).column_blocks, 1);
 }
 
-TEST(DeviceModel, WhatIsNotThereIsRefusedByName) {
-  ModelConfig config = small_model(2);
-  config.layers[1].P = 1;
-  DeviceModelOptions options;
+void expect_refused(const ModelConfig& config, int W, const DeviceModelOptions& options, ErrorCode code, const std::string& text) {
   try {
-    DeviceLanguageModel::check(config, 2, options);
+    DeviceLanguageModel::check(config, W, options);
     FAIL() << "accepted";
   } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-    EXPECT_NE(std::string(error.what()).find("replicas of experts"), std::string::npos) << error.what();
+    EXPECT_EQ(error.code(), code);
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
   }
+}
+
+TEST(DeviceModel, WhatIsNotThereIsRefusedByName) {
+  DeviceModelOptions options;
+  options.devices = {0, 1, 2};
+  ModelConfig config = small_model({6, 3});
+  for (LayerConfig& layer : config.layers) {
+    if (layer.is_moe) layer.moe.E = layer.moe.router.E = 12;
+  }
+  expect_refused(config, 6, options, ErrorCode::kUnsupported, "layer 1: expert-parallel groups of 3 ranks over 3 GPUs of 2 ranks each");
+  options.devices = {0, 0};
+  expect_refused(small_model({4, 4}), 4, options, ErrorCode::kInvalidArgument, "named twice");
+  config = small_model({2, 2});
+  config.head_dim = 320;
+  options.devices = {0};
+  expect_refused(config, 2, options, ErrorCode::kUnsupported, "head_dim = 320");
 }
 
 }  // namespace

@@ -16,6 +16,30 @@ namespace {
 class MoeCudaForms : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, MoeCudaForms, ::testing::Values(1, 2, 8), ::testing::PrintToStringParamName());
 
+// Steps of a form against the reference's, the second of them without tokens: to the bit.
+void expect_equal_steps(const MoeConfig& c, int P, std::int64_t tokens, GpuMoe& reference, GpuMoe& form, const std::string& what) {
+  for (std::uint64_t round = 0; round < 3; ++round) {
+    const mt::Batch batch = bf16_batch(c, even(P, round == 1 ? 0 : tokens), 9 + round);
+    reference.upload(batch), reference.zero_gradients(), reference.step();
+    form.upload(batch), form.zero_gradients(), form.step();
+    ASSERT_EQ(form.first_error(), "") << what;
+    const mt::Result want = reference.result();
+    expect_same_bits(want, form.result(), fmt::format("{}, round {}", what, round));
+  }
+}
+
+// Replays of one graph with routes that change.
+void expect_equal_replays(const MoeConfig& c, int P, std::int64_t tokens, GpuMoe& reference, GpuMoe& form, const std::string& what) {
+  form.capture();
+  for (std::uint64_t round = 0; round < 8; ++round) {
+    const mt::Batch batch = bf16_batch(c, even(P, tokens), 30 + round);
+    reference.upload(batch), reference.step();
+    form.upload_rows(batch), form.replay();
+    const mt::Result want = reference.result();
+    expect_same_bits(want, form.result(), fmt::format("{}, replay {}", what, round));
+  }
+}
+
 // The combine of dx beside the gradient of the first weights: another order of launches, the same sums.
 void expect_bits_beside(int P, const std::vector<int>& devices) {
   using Rows = DeviceMoePolicy::Rows;
@@ -37,23 +61,10 @@ void expect_bits_beside(int P, const std::vector<int>& devices) {
     for (const int sms : {v.exact ? 4 : 32, 132}) {
       options.layer.policy = {Rows::kAuto, v.gradient, sms, /*whole_x=*/sms == 4};
       GpuMoe gpu(c, P, w, options);
-      for (std::uint64_t round = 0; round < 3; ++round) {
-        const mt::Batch batch = bf16_batch(c, even(P, round == 1 ? 0 : 120), 9 + round);
-        reference.upload(batch), reference.zero_gradients(), reference.step();
-        gpu.upload(batch), gpu.zero_gradients(), gpu.step();
-        ASSERT_EQ(gpu.first_error(), "");
-        const mt::Result want = reference.result();
-        expect_same_bits(want, gpu.result(), fmt::format("P {}, latent {}, shared {}, {} SMs, round {}", P, v.latent, v.shared_F, sms, round));
-      }
-      if (v.exact) continue;
-      gpu.capture();
-      for (std::uint64_t round = 0; round < 8; ++round) {
-        const mt::Batch batch = bf16_batch(c, even(P, 120), 30 + round);
-        reference.upload(batch), reference.step();
-        gpu.upload_rows(batch), gpu.replay();
-        const mt::Result want = reference.result();
-        expect_same_bits(want, gpu.result(), fmt::format("P {}, latent {}, {} SMs, replay {}", P, v.latent, sms, round));
-      }
+      const std::string what = fmt::format("P {}, latent {}, shared {}, {} SMs", P, v.latent, v.shared_F, sms);
+      expect_equal_steps(c, P, 120, reference, gpu, what);
+      if (::testing::Test::HasFatalFailure()) return;
+      if (!v.exact) expect_equal_replays(c, P, 120, reference, gpu, what);
     }
   }
 }
@@ -89,14 +100,8 @@ void expect_bits_in_blocks(int P, const std::vector<int>& devices) {
                                        std::pair(2, DeviceMoePolicy::Rows::kAuto)}) {  // few rows: through the list
       options.layer.column_blocks = blocks, options.layer.policy.gradient = rows;
       GpuMoe gpu(c, P, w, options);
-      for (std::uint64_t round = 0; round < 3; ++round) {
-        const mt::Batch batch = bf16_batch(c, even(P, round == 1 ? 0 : 150), 9 + round);
-        reference.upload(batch), reference.zero_gradients(), reference.step();
-        gpu.upload(batch), gpu.zero_gradients(), gpu.step();
-        ASSERT_EQ(gpu.first_error(), "");
-        const mt::Result want = reference.result();
-        expect_same_bits(want, gpu.result(), fmt::format("P {}, latent {}, shared {}, {} blocks, round {}", P, v.latent, v.shared_F, blocks, round));
-      }
+      expect_equal_steps(c, P, 150, reference, gpu, fmt::format("P {}, latent {}, shared {}, {} blocks", P, v.latent, v.shared_F, blocks));
+      if (::testing::Test::HasFatalFailure()) return;
     }
     options.layer.policy.gradient = DeviceMoePolicy::Rows::kAuto;
   }
@@ -146,25 +151,12 @@ void expect_bits_beside_dispatch(int P, const std::vector<int>& devices) {
     GpuMoe gpu(c, P, w, options);
     if (devices.size() == 1) main = &gpu.stream();
     const std::string what = fmt::format("P {}, latent {}, recompute {}", P, v.latent, static_cast<int>(v.recompute));
-    for (std::uint64_t round = 0; round < 3; ++round) {
-      const mt::Batch batch = bf16_batch(c, even(P, round == 1 ? 0 : 120), 9 + round);
-      reference.upload(batch), reference.zero_gradients(), reference.step();
-      gpu.upload(batch), gpu.zero_gradients(), gpu.step();
-      ASSERT_EQ(gpu.first_error(), "");
-      const mt::Result want = reference.result();
-      expect_same_bits(want, gpu.result(), fmt::format("{}, round {}", what, round));
-    }
+    expect_equal_steps(c, P, 120, reference, gpu, what);
+    if (::testing::Test::HasFatalFailure()) return;
     EXPECT_EQ(was_beside, devices.size() == 1) << what;
     if (v.exact) continue;
     gpu.zero_gradients(), reference.zero_gradients();
-    gpu.capture();
-    for (std::uint64_t round = 0; round < 8; ++round) {
-      const mt::Batch batch = bf16_batch(c, even(P, 120), 30 + round);
-      reference.upload(batch), reference.step();
-      gpu.upload_rows(batch), gpu.replay();
-      const mt::Result want = reference.result();
-      expect_same_bits(want, gpu.result(), fmt::format("{}, replay {}", what, round));
-    }
+    expect_equal_replays(c, P, 120, reference, gpu, what);
   }
 }
 

@@ -220,6 +220,22 @@ TEST(MoeSizesInput, RowsThatAreSentAgainSaveTheirWindows) {
   EXPECT_EQ(DeviceMoeLayer::arena_bytes(c, 2, kept) - DeviceMoeLayer::arena_bytes(c, 2, resent), std::size_t{3} * 2048 * 256 * 2);
 }
 
+// Nothing crosses a link: matmuls read x and d_out where they are, and only a shared expert's result meets partials.
+TEST(MoeSizesInput, OneRankHasNoWindowsOfRows) {
+  MoeConfig c = gpu_config(16, 4, 1024, 256, 64);
+  const auto bytes = [&](int P) { return static_cast<std::int64_t>(DeviceMoeLayer::arena_bytes(c, P)); };
+  const std::int64_t alone = bytes(1), row_window = 1024 * 256 * 2, partials = 1024 * 256 * 4;
+  EXPECT_LT(alone, row_window) << "routes and counters";
+  c.shared_F = 64;
+  EXPECT_EQ(bytes(1) - alone, partials);
+  c.latent = 256;  // the projected rows
+  EXPECT_EQ(bytes(1) - alone, partials + row_window);
+  DeviceMoeOptions resent;
+  resent.resend_rows = true;
+  c.latent = c.shared_F = 0;
+  EXPECT_EQ(static_cast<std::int64_t>(DeviceMoeLayer::arena_bytes(c, 1, resent)), alone);
+}
+
 TEST(GrowableBufferCuda, GrowsInPlaceAndKeepsItsContents) {
   WB_NEEDS_GPU();
   const std::size_t unit = GrowableBuffer::granularity(0);

@@ -140,9 +140,10 @@ TEST_F(TrainCuda, TwoGpusFollowOne) {
 // configs/golden.toml has every mechanism on: shared expert, groups, z-loss, two micro-batches.
 TEST_F(TrainCuda, ARunMovesFromTheGpuToTheCpuAndBack) {
   // The rate's schedule follows train.steps, so the CPU alone runs in the same parts.
-  const auto in_parts = [&](const std::string& name, const char* first, const char* second, const char* third) {
+  const auto in_parts = [&](const std::string& name, const char* first, const char* second, const char* third, const Overrides& layout = {}) {
     std::vector<double> losses;
     const auto part = [&](const char* device, Overrides overrides, bool resume) {
+      overrides.insert(overrides.end(), layout.begin(), layout.end());
       const Outcome outcome = run("golden", name, device, std::move(overrides), resume);
       losses.insert(losses.end(), outcome.recording.losses.begin(), outcome.recording.losses.end());
     };
@@ -150,6 +151,38 @@ TEST_F(TrainCuda, ARunMovesFromTheGpuToTheCpuAndBack) {
     return losses;
   };
   expect_close(in_parts("moving", "cuda", "cpu", "cuda"), in_parts("cpu", "cpu", "cpu", "cpu"));
+  for (const char* P : {"1", "2"}) {  // two replicas of the experts, the same checkpoints
+    SCOPED_TRACE(P);
+    const Overrides replicas = {std::string("parallel.P=") + P, "parallel.D=2"};
+    const std::string name = std::string("replicas") + P;
+    expect_close(in_parts(name, "cuda", "cpu", "cuda", replicas), in_parts(name + "_cpu", "cpu", "cpu", "cpu", replicas));
+  }
+}
+
+// Replicas of the experts: the same tokens a step, another layout of the ranks; all mechanisms of the demo.
+TEST_F(TrainCuda, RunsWithReplicasOfTheExpertsFollowTheCpus) {
+  for (const Overrides& layout :
+       {Overrides{"parallel.P=2", "parallel.D=2"}, Overrides{"parallel.P=1", "parallel.D=2"}, Overrides{"parallel.P=1", "parallel.D=4"}}) {
+    SCOPED_TRACE(layout[0] + " " + layout[1]);
+    Overrides overrides = kShort;
+    overrides.insert(overrides.end(), {"train.steps=12", "train.learning_rate=1.5e-3"});
+    overrides.insert(overrides.end(), layout.begin(), layout.end());
+    const std::string name = layout[0] + layout[1];
+    const Outcome cpu = run("demo", name + "_cpu", "cpu", overrides), gpu = run("demo", name + "_gpu", "cuda", overrides);
+    ASSERT_EQ(gpu.recording.losses.size(), cpu.recording.losses.size());
+    for (std::size_t i = 0; i < cpu.recording.losses.size(); ++i) {
+      EXPECT_NEAR(gpu.recording.losses[i], cpu.recording.losses[i], 0.015 * cpu.recording.losses[i]) << "step " << i + 1;
+    }
+    EXPECT_EQ(run("demo", name + "_again", "cuda", overrides).recording.losses, gpu.recording.losses);  // to the bit
+  }
+}
+
+TEST_F(TrainCuda, MoreGpusThanThereAreAreRefusedByName) {
+  if (cuda::all_devices(8).size() == 8) GTEST_SKIP() << "there are eight GPUs";
+  Overrides many = kShort;
+  many.insert(many.end(), {"train.gpus=8", "parallel.P=8"});
+  EXPECT_THAT([&] { (void)run("demo", "many", "cuda", many); },
+              ::testing::ThrowsMessage<Error>(::testing::AllOf(::testing::HasSubstr("train.device = \"cuda\""), ::testing::HasSubstr("train.gpus = 8"))));
 }
 
 }  // namespace

@@ -124,6 +124,7 @@ class DeviceExchange {
   const ExchangeConfig& config() const { return config_; }  // several nodes: node_config()
   ReceiveBudget budget() const { return budget_; }
   int num_ranks() const { return params_.ranks.count; }
+  int num_peers() const { return params_.shape.P; }  // ranks that reach each other, this launch's among them
   int rank(int index) const { return params_.ranks.rank[index]; }
   int entries_per_token() const { return params_.shape.D; }
   ExchangeTuning& tuning() { return tuning_; }
@@ -172,6 +173,12 @@ class DeviceExchange {
   // launch may take, beside kernels of another stream that wait for no rank; 0: all.
   void reduce_and_combine(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, std::uint64_t window,
                           std::span<const DeviceRows> out, cudaStream_t stream, std::span<const void* const> base = {}, int num_sms = 0) const;
+  // One rank is the whole group: from y to out [T, H] (f32 or bf16) at once, without partials, base (f32, rows of H) among it; no dispatch is needed before,
+  // see list_tokens(). The bits of unpermute_reduce() and combine(). columns: as permute(); base then points to its first column, too. num_sms: as above.
+  void reduce_home(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, DType out_dtype, std::span<const DeviceRows> out,
+                   cudaStream_t stream, std::span<const void* const> base = {}, std::int64_t columns = 0, int num_sms = 0) const;
+  // One rank: slot_rows() of handles that are laid out from here on name tokens instead of received rows, so that matmuls read x [T, H] itself.
+  void list_tokens();
   // The same by push into slots [T_max * D, H] of `slots`, then a local sum. Needs layout().
   void combine_push(const DeviceHandle& handle, std::uint64_t window, std::uint64_t slots, DType out_dtype, std::span<const DeviceRows> out,
                     cudaStream_t stream) const;
@@ -192,7 +199,9 @@ class DeviceExchange {
                std::int64_t columns = 0) const;
   // The same in two halves: rows that a rank sent to itself come straight from its x [T, H], so that they can move while dispatch fills the
   // window (after layout(), on another stream); the others and the padding follow dispatch.
-  void permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y, cudaStream_t stream) const;
+  // On one rank all rows are own ones, and padding is cleared; columns: as permute().
+  void permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y, cudaStream_t stream,
+                   std::int64_t columns = 0) const;
   void permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y, cudaStream_t stream) const;
   // The whole permute beside dispatch_chunks(): own rows from x [T, H], each other row as soon as its chunk of tokens has come. Call it after
   // layout() and dispatch_chunks(), on another stream, exactly once for each dispatch_chunks(), and join the streams before the next plan or dispatch.

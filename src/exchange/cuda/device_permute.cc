@@ -25,10 +25,10 @@ void DeviceExchange::permute(const DeviceHandle& handle, DType dtype, std::span<
                              std::int64_t columns) const {
   permute_part(handle, dtype, rows, y, kPermuteAll, columns > 0 ? columns : config_.H, stream);
 }
-void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y,
-                                 cudaStream_t stream) const {
+void DeviceExchange::permute_own(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> x, std::span<const DeviceRows> y, cudaStream_t stream,
+                                 std::int64_t columns) const {
   check_one_node("permute_own()");
-  permute_part(handle, dtype, x, y, kPermuteOwn, config_.H, stream);
+  permute_part(handle, dtype, x, y, kPermuteOwn, columns > 0 ? columns : config_.H, stream);
 }
 void DeviceExchange::permute_others(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> rows, std::span<const DeviceRows> y,
                                     cudaStream_t stream) const {
@@ -70,9 +70,9 @@ void DeviceExchange::permute_part(const DeviceHandle& handle, DType dtype, std::
                 part,
                 tuning_.permute_parts};
   int ctas = local_ctas();
-  if (part != kPermuteOwn && tuning_.local_ctas == 0) {
-    // A warp for every 1 or 2 KB of a row, about 8 KB to write: SMs differ in what they can do, and the GPU then shares the work out as they end. Own rows move
-    // beside a dispatch: few CTAs, which leave the memory to it.
+  if ((part != kPermuteOwn || params_.shape.P == 1) && tuning_.local_ctas == 0) {
+    // A warp for every 1 or 2 KB of a row, about 8 KB to write: SMs differ in what they can do, and the GPU then shares the work out as they end. Own rows of
+    // several ranks move beside a dispatch: few CTAs, which leave the memory to it.
     const Expected expected = expect(handle);
     const auto row_bytes = columns * static_cast<std::int64_t>(size_bytes(dtype)), item_bytes = expected.slots >= 6 * expected.rows ? kPiece : 2 * kPiece;
     if (args.parts == 0) args.parts = static_cast<int>((row_bytes + item_bytes - 1) / item_bytes);
@@ -104,6 +104,33 @@ void DeviceExchange::unpermute_reduce(const DeviceHandle& handle, DType dtype, s
   }
   launch_unpermute_reduce(q, args, from, to, local_ctas(1), tuning_.overlap_launches, stream);
   check_launch("exchange_unpermute_reduce");
+}
+
+void DeviceExchange::list_tokens() {
+  WB_CHECK(params_.shape.P == 1 && num_nodes() == 1, "list_tokens: rows are tokens on one rank alone, this group has {} on {} nodes", params_.shape.P,
+           num_nodes());
+  params_.call[0].lists_tokens = 1;
+}
+
+void DeviceExchange::reduce_home(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, DType out_dtype, std::span<const DeviceRows> out,
+                                 cudaStream_t stream, std::span<const void* const> base, std::int64_t columns, int num_sms) const {
+  WB_CHECK(params_.shape.P == 1 && num_nodes() == 1, "reduce_home: nothing is summed over ranks; this group has {} on {} nodes", params_.shape.P, num_nodes());
+  if (columns == 0) columns = config_.H;
+  const RowType from = row_type("reduce_home: y", dtype), to = row_type("reduce_home: out", out_dtype);
+  check_rows("reduce_home: y", y, 1, columns, size_bytes(dtype));
+  check_rows("reduce_home: out", out, 1, columns, size_bytes(out_dtype));
+  ExchangeParams q = with(handle);
+  q.call[0].a = y[0].data, q.call[0].c = out[0].data;
+  set_base(q, base);
+  const ReduceHomeArgs args{y[0].stride == 0 ? columns : y[0].stride, out[0].stride == 0 ? columns : out[0].stride, config_.H,
+                            static_cast<std::int32_t>(columns), std::clamp(tuned(columns * static_cast<std::int64_t>(size_bytes(dtype))).reduce_stages, 1, 6)};
+  const int ctas = num_sms > 0 ? std::min(num_sms, local_ctas(1)) : local_ctas(1);
+  if (ring_holds_slots()) {
+    launch_reduce_home(q, args, from, to, ctas, tuning_.overlap_launches, stream);
+    return check_launch("exchange_reduce_home");
+  }
+  launch_reduce_home_plain(q, args, from, to, 4 * ctas, tuning_.overlap_launches, stream);
+  check_launch("exchange_reduce_home_plain");
 }
 
 void DeviceExchange::unpermute_backward(const DeviceHandle& handle, DType dtype, std::span<const DeviceRows> y, bool weighted, DType dz_dtype,

@@ -62,6 +62,13 @@ struct ReduceCombineArgs {
   std::int32_t combine_ctas, combine_stages, reduce_stages;
 };
 
+// One rank: expert order to tokens.
+struct ReduceHomeArgs {
+  std::int64_t slot_stride, out_stride, base_stride;  // elements
+  std::int32_t H;                                     // columns
+  std::int32_t stages;                                // of the ring, 2 KB each a warp
+};
+
 void launch_plan_count(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
 void launch_plan_fill(const ExchangeParams& q, int num_tiles, bool overlap, cudaStream_t stream);
 // Both in one launch of num_tiles CTAs a rank, all of which must be resident: how many CTAs the GPU holds.
@@ -99,6 +106,9 @@ inline constexpr int kMaxRingSlots = 64;
 void launch_unpermute_bulk(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType z, int ctas, int stages, bool overlap, cudaStream_t stream);
 // y: type of the expert rows and of the result. D <= 32, min(K, L) <= 64.
 void launch_reduce_combine(const ExchangeParams& q, const ReduceCombineArgs& args, RowType y, RowType wire, int ctas, bool overlap, cudaStream_t stream);
+// Rows of up to kMaxRingSlots slots; base f32. The second: any.
+void launch_reduce_home(const ExchangeParams& q, const ReduceHomeArgs& args, RowType y, RowType out, int ctas, bool overlap, cudaStream_t stream);
+void launch_reduce_home_plain(const ExchangeParams& q, const ReduceHomeArgs& args, RowType y, RowType out, int ctas, bool overlap, cudaStream_t stream);
 void launch_unpermute_backward(const ExchangeParams& q, const RowsArgs& args, RowType y, RowType dz, int ctas, bool overlap, cudaStream_t stream);
 
 // Kernels whose CTAs wait for peers before they go on, with their threads and dynamic shared memory: how many fit on a GPU at a time.

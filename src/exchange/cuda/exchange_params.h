@@ -134,7 +134,7 @@ struct RankCall {
   void* c;
   void* d;
   std::int32_t T;
-  std::int32_t unused;
+  std::int32_t lists_tokens;  // 1: h_slot_row holds the tokens of rows instead of the rows (a group of one rank)
 };
 
 struct ExchangeParams {

@@ -202,7 +202,7 @@ __device__ __forceinline__ void scatter(const ExchangeParams& q, int rank, const
   const auto put = [&](int j, int e, int row, float weight) {
     const int s = sums.before[e] + bits_below<kWords>(bits, e, row);
     handle_part<int>(call, shape.h_slot_position)[j] = s;
-    handle_part<int>(call, shape.h_slot_row)[s] = tile.first + row;
+    handle_part<int>(call, shape.h_slot_row)[s] = call.lists_tokens != 0 ? __ldcg(&meta[tile.first + row].entry) : tile.first + row;
     if (shape.send_weights != 0) handle_part<float>(call, shape.h_slot_weight)[s] = weight;
   };
   ptx::copy_async_wait<0>();

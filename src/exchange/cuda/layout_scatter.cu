@@ -2,7 +2,8 @@
 // Layout, last step: every slot to its place in expert order, and what a handle keeps of the arrived metadata.
 //
 // Grid (tiles the row budget can hold, ranks), 512 threads. Writes slot_position (row order -> expert order), slot_row and slot_weight
-// (expert order; padding: row -1, weight 0), row_slot_offsets and row_entry.
+// (expert order; padding: row -1, weight 0; where the shape lists tokens, the token of a row instead: RowMeta::entry of one rank), row_slot_offsets and
+// row_entry.
 #include "exchange/cuda/exchange_kernels.h"
 #include "exchange/cuda/layout_tile.cuh"
 
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kLayoutThreads) exchange_layout_scatter(const 
     const int e = local_id_of_slot(q, rank, j), row = row_of_slot(starts, tile.num_rows, j);
     const int s = offsets[e] + before[static_cast<std::int64_t>(e) * shape.layout_tiles] + bits_below<kWords>(bits, e, row);
     handle_part<int>(call, shape.h_slot_position)[j] = s;
-    handle_part<int>(call, shape.h_slot_row)[s] = tile.first + row;
+    handle_part<int>(call, shape.h_slot_row)[s] = call.lists_tokens != 0 ? __ldcg(&meta[tile.first + row].entry) : tile.first + row;
     if (shape.send_weights != 0) handle_part<float>(call, shape.h_slot_weight)[s] = __ldcg(weights + j);
   }
 }

@@ -125,8 +125,10 @@ __global__ void __launch_bounds__(kRowThreads, 2) exchange_permute(const __grid_
   const int rank = q.ranks.rank[blockIdx.y], all = header_of(call)->R;
   const int* offsets = handle_part<int>(call, q.shape.h_row_offsets);
   const int begin = all > 0 ? offsets[rank] : 0, own = all > 0 ? offsets[rank + 1] - begin : 0;
-  if (args.part == kPermuteOwn) return move_rows(q, args, call, rank, OwnRows{begin, own, begin + own}, call.a, element_bytes);
-  if (args.part == kPermuteOthers) {
+  if (args.part == kPermuteOwn) {
+    move_rows(q, args, call, rank, OwnRows{begin, own, begin + own}, call.a, element_bytes);
+    if (q.shape.P > 1) return;  // the others' part clears the padding
+  } else if (args.part == kPermuteOthers) {
     move_rows(q, args, call, rank, OtherRows{begin, own, all - own, all}, call.a, element_bytes);
   } else {
     move_rows(q, args, call, rank, AllRows{all, all}, call.a, element_bytes);

@@ -8,10 +8,29 @@
 
 namespace waybill::cuda {
 
+// The slots of a received row, row order: [x, y).
+__device__ __forceinline__ int2 slots_of_row(const ExchangeShape& shape, const RankCall& call, int row) {
+  const int* offsets = handle_part<int>(call, shape.h_row_slot_offsets) + row;
+  return row >= 0 ? int2{offsets[0], offsets[1]} : int2{0, 0};
+}
+
+// What an order says of its number n: the result row that it stands for (-1: none), and that one's slots.
 // Rows in the order of the handle.
 struct RowsInOrder {
   int R;
   __device__ __forceinline__ int operator()(int row) const { return row < R ? row : -1; }
+  __device__ __forceinline__ int2 slots(const ExchangeShape& shape, const RankCall& call, int row) const { return slots_of_row(shape, call, (*this)(row)); }
+};
+
+// Tokens of the only rank: the slots of a token's row, none where it went nowhere.
+struct TokensInOrder {
+  int T;
+  __device__ __forceinline__ int operator()(int t) const { return t < T ? t : -1; }
+  __device__ __forceinline__ int2 slots(const ExchangeShape& shape, const RankCall& call, int t) const {
+    if (t >= T) return int2{0, 0};
+    const RowEntry entry = handle_part<RowEntry>(call, shape.h_entries)[t];
+    return entry.rank >= 0 ? int2{entry.slot_begin, entry.slot_begin + entry.num_slots} : int2{0, 0};
+  }
 };
 
 // Rows chunk by chunk: a chunk of every source, the other ranks' first, then the next chunk. `order` counts as if all chunks were full: some numbers
@@ -29,6 +48,7 @@ struct RowsByChunk {
     const int s = source(order), row = offsets[s] + (chunk(order) << shift) + (order & ((1 << shift) - 1));
     return row < offsets[s + 1] ? row : -1;
   }
+  __device__ __forceinline__ int2 slots(const ExchangeShape& shape, const RankCall& call, int order) const { return slots_of_row(shape, call, (*this)(order)); }
   __device__ __forceinline__ int rows_in(int source, int chunk) const { return min(1 << shift, offsets[source + 1] - offsets[source] - (chunk << shift)); }
 };
 
@@ -56,9 +76,8 @@ class SlotsAhead {
 
  private:
   __device__ __forceinline__ void read_bounds(const RowItems& items, int item) {
-    const int row = item < items.count ? order_(items.row(item)) : -1;
-    const int* offsets = handle_part<int>(call_, shape_.h_row_slot_offsets) + row;
-    begin2_ = row >= 0 ? offsets[0] : 0, end2_ = row >= 0 ? offsets[1] : 0;
+    const int2 slots = item < items.count ? order_.slots(shape_, call_, items.row(item)) : int2{0, 0};
+    begin2_ = slots.x, end2_ = slots.y;
   }
   __device__ __forceinline__ void shift(const RowItems& items, int item) {
     const int lane = static_cast<int>(threadIdx.x) & 31;

@@ -6,7 +6,9 @@
 // say what they are, item by item, each reading ahead for itself:
 //   Parts::take(items, item, row)  number of parts of `item`; lane d's row[0] is part d, row[1] part d + 32. Negative: nothing comes any more.
 //   Sums::take(items, item)        the same number; weight(d) of a part; out(items, item): the result row, null: none; done(items, item)
-// The sum is fp32, starts with the first part (exact where there is only one) and goes by parts in order; an item without parts gets 0.
+//                                  kBase: base(items, item): a row of f32 that is added last, by ordinary loads that are on their way while parts come; null:
+//                                  none
+// The sum is fp32, starts with the first part (exact where there is only one) and goes by parts in order; an item without parts gets 0, or its base.
 #pragma once
 
 #include "exchange/cuda/row_vectors.cuh"
@@ -75,7 +77,7 @@ __device__ __forceinline__ void issue_load(Parts& parts, const RowItems& items, 
   if (++c.stage == ring.num) c.stage = 0;
 }
 
-template <class Part, class Out, bool kWeighted, class Parts, class Sums>
+template <class Part, class Out, bool kWeighted, bool kBase = false, class Parts, class Sums>
 __device__ __forceinline__ void sum_items(const RowItems& items, const Ring& ring, Parts& parts, Sums& sums) {
   constexpr int kValues = Vector<Part>::kValues;
   const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -87,6 +89,8 @@ __device__ __forceinline__ void sum_items(const RowItems& items, const Ring& rin
     int num = sums.take(items, item);
     if (item >= cursor.lost_from) num = 0;
     Out* out = sums.template out<Out>(items, item);
+    const float* base = nullptr;
+    if constexpr (kBase) base = sums.base(items, item);
     for (int piece = items.begin(item); piece < items.end(item); ++piece) {
       const int offset = piece * kRingPiece + lane * 16;
       float sum[kRingVectors][kValues] = {};
@@ -107,6 +111,20 @@ __device__ __forceinline__ void sum_items(const RowItems& items, const Ring& rin
         __syncwarp();  // all lanes have read the stage
         issue_load(parts, items, ring, cursor);
         if (++stage == ring.num) stage = 0, parity ^= 1u;
+      }
+      if constexpr (kBase) {
+#pragma unroll
+        for (int i = 0; i < kRingVectors; ++i) {
+          if (base == nullptr || offset + i * 512 >= ring.row_bytes) continue;
+          const auto* more = reinterpret_cast<const float4*>(base + (offset + i * 512) / static_cast<int>(sizeof(Part)));
+#pragma unroll
+          for (int j = 0; j < kValues; j += 4) {
+            const float4 four = __ldcs(more + j / 4);
+            const float parts4[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int n = 0; n < 4; ++n) sum[i][j + n] = num == 0 ? parts4[n] : sum[i][j + n] + parts4[n];
+          }
+        }
       }
 #pragma unroll
       for (int i = 0; i < kRingVectors; ++i) {

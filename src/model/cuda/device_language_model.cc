@@ -2,11 +2,12 @@
 #include "model/cuda/device_language_model.h"
 
 #include <algorithm>
+#include <numeric>
+#include <set>
 
 #include "core/cuda/cuda_error.h"
 #include "model/cuda/device_memory.h"
 #include "ops/model/cuda/model_kernels.h"
-#include "waybill/log.h"
 
 namespace waybill::cuda {
 namespace {
@@ -20,8 +21,8 @@ void refuse_if(bool is_refused, const std::string& what) {
 MoeConfig device_moe_config(const ModelConfig& config, const LayerConfig& layer, const DeviceModelOptions& options) {
   MoeConfig m = model::moe_config(config, layer);
   m.T_max = options.B * config.seq_len;
-  m.receive_factor = options.receive_factor;
-  m.mode = ExchangeMode::kEager;  // budgets are fixed in both modes; what 0 means is decided here
+  m.receive_factor = std::min(options.receive_factor, static_cast<double>(layer.P));  // the worst case of P ranks
+  m.mode = ExchangeMode::kEager;                                                      // budgets are fixed in both modes; what 0 means is decided here
   if (m.recipe.kind == Recipe::kF32) m.recipe.kind = Recipe::kBF16;
   return m;
 }
@@ -59,8 +60,14 @@ void DeviceLanguageModel::check(const ModelConfig& config, int W, const DeviceMo
     const LayerConfig& layer = config.layers[i];
     refuse_if(!layer.is_moe && layer.dense_F % 8 != 0, fmt::format("layer {}: dense_F = {}, not a multiple of 8", i, layer.dense_F));
     if (!layer.is_moe) continue;
-    refuse_if(layer.P != W, fmt::format("layer {}: {} expert-parallel ranks in a world of {} (replicas of experts)", i, layer.P, W));
-    (void)DeviceMoeLayer::arena_bytes(device_moe_config(config, layer, options), W);
+    const int each = W / num_devices;
+    refuse_if(
+        each % layer.P != 0 && layer.P % each != 0,
+        fmt::format("layer {}: expert-parallel groups of {} ranks over {} GPUs of {} ranks each; whole groups on a GPU, or whole GPUs in a group, it does", i,
+                    layer.P, num_devices, each));
+    WB_CHECK(layer.P <= each || std::set<int>(options.devices.begin(), options.devices.end()).size() == options.devices.size(),
+             "layer {}: a group of {} ranks lies over several GPUs, of which one is named twice", i, layer.P);
+    (void)DeviceMoeLayer::arena_bytes(device_moe_config(config, layer, options), layer.P);
   }
 }
 
@@ -89,43 +96,6 @@ DeviceLanguageModel::~DeviceLanguageModel() {
   for (const auto& part : parts_) part->drop_experts();  // before the group whose windows they use
 }
 
-std::vector<MoeConfig> DeviceLanguageModel::moe_configs() const {
-  std::vector<MoeConfig> configs;
-  for (const LayerConfig& layer : config_.layers)
-    if (layer.is_moe) configs.push_back(device_moe_config(config_, layer, options_));
-  return configs;
-}
-
-void DeviceLanguageModel::make_experts() {
-  const std::vector<MoeConfig> configs = moe_configs();
-  if (configs.empty()) return;
-  waits_before_.assign(configs.size(), {});
-  const MoeForm form = choose_moe_form(config_, W_, options_);
-  if (form.resend_rows) {
-    log(LogLevel::kInfo, fmt::format("MoE layers send rows again in backward{} to fit {} bytes of a GPU",
-                                     form.column_blocks > 1 ? fmt::format(" and work in {} blocks of columns", form.column_blocks) : "", options_.memory));
-  }
-  std::size_t bytes = 0;
-  std::vector<DeviceMoeOptions> forms;
-  for (const MoeConfig& config : configs) {
-    forms.push_back(moe_options(config, form));
-    bytes += DeviceMoeLayer::arena_bytes(config, W_, forms.back());
-  }
-  for (const auto& part : parts_) part->drop_experts();
-  group_.reset();
-  group_ = std::make_unique<CudaLocalGroup>(W_, options_.devices, bytes);
-  // Ranks share offsets: the first GPU's layers book, the others take the same list.
-  std::vector<std::uint64_t> offsets;
-  for (std::size_t d = 0; d < parts_.size(); ++d) {
-    std::size_t next = 0;
-    const BookWindow book = [&](const std::string& name, std::size_t size) {
-      if (d == 0) offsets.push_back(group_->window(name, size));
-      return offsets.at(next++);
-    };
-    parts_[d]->make_experts(configs, forms, local_ranks(*group_, options_.devices[d]), book);
-  }
-}
-
 void DeviceLanguageModel::set_receive_factor(double factor) {
   WB_CHECK(pending_.empty(), "set_receive_factor: {} steps are in flight", pending_.size());
   for (const auto& part : parts_) WB_TRY_CUDA(cudaStreamSynchronize(part->stream()));
@@ -139,8 +109,11 @@ std::vector<StatusWord> DeviceLanguageModel::take_status() {
   std::vector<StatusWord> words(parts_[0]->num_moe_layers());
   for (const auto& part : parts_) {
     for (std::size_t i = 0; i < words.size(); ++i) {
-      for (int r = 0; r < part->share().num_ranks; ++r) words[i].merge(part->experts(i).status(r, part->stream()));
-      part->experts(i).clear_status(part->stream());
+      for (std::size_t g = 0; g < part->num_groups(i); ++g) {
+        DeviceMoeLayer& layer = part->experts(i, g);
+        for (int r = 0; r < layer.num_ranks(); ++r) words[i].merge(layer.status(r, part->stream()));
+        layer.clear_status(part->stream());
+      }
     }
   }
   return words;
@@ -178,6 +151,14 @@ void DeviceLanguageModel::forward(const std::vector<model::TokenBatch>& ranks, c
   for (std::size_t i = 0; i < config_.layers.size(); ++i) {
     for (const auto& part : parts_) part->attend(i);
     for (const auto& part : parts_) part->feed_forward(i, options);
+    if (parts_[0]->sums_counts(i, options)) {
+      std::vector<const std::int32_t*> counts;
+      for (const auto& part : parts_) part->add_counts_of_groups(i, counts);
+      meet();
+      for (const auto& part : parts_) part->sum_counts(i, counts);
+      meet();  // they are about to be replaced by the sums
+    }
+    for (const auto& part : parts_) part->feed_forward_end(i, options);
   }
 }
 
@@ -236,17 +217,35 @@ void DeviceLanguageModel::reduce() {
   for (const auto& part : parts_) part->sum_rank_gradients();
   if (parts_.size() == 1) return;
   meet();
-  SumOverDevices call{};
-  call.num_devices = static_cast<int>(parts_.size());
-  const std::int64_t count = parts_[0]->parameters().num_replicated(), each = (count + call.num_devices - 1) / call.num_devices;
-  for (std::size_t d = 0; d < parts_.size(); ++d) call.parts[d] = parts_[d]->parameters().grads();
-  for (std::size_t d = 0; d < parts_.size(); ++d) {
-    const DeviceGuard guard(parts_[d]->share().device);
-    call.begin = std::min(count, static_cast<std::int64_t>(d) * each), call.end = std::min(count, call.begin + each);
-    launch_sum_over_devices(call, parts_[d]->stream());
-    check_launch("sum_over_devices");
+  const DeviceParameters& parameters = parts_[0]->parameters();
+  std::vector<std::size_t> all(parts_.size());
+  std::iota(all.begin(), all.end(), std::size_t{0});
+  sum_over(all, 0, parameters.num_replicated());
+  for (const DeviceParameters::ExpertRange& range : parameters.expert_ranges()) {
+    const auto gpus = static_cast<std::size_t>(parts_[0]->share().gpus_of_group(range.P));
+    for (std::size_t first = 0; first < gpus; ++first) {  // GPUs that hold the same experts
+      std::vector<std::size_t> replicas;
+      for (std::size_t d = first; d < parts_.size(); d += gpus) replicas.push_back(d);
+      sum_over(replicas, range.begin, range.end);
+    }
   }
   meet();
+}
+
+// Gradients [begin, end) of these GPUs, a slice by each.
+void DeviceLanguageModel::sum_over(const std::vector<std::size_t>& devices, std::int64_t begin, std::int64_t end) {
+  if (devices.size() == 1) return;
+  SumOverDevices call{};
+  call.num_devices = static_cast<int>(devices.size());
+  const std::int64_t each = (end - begin + call.num_devices - 1) / call.num_devices;
+  for (std::size_t k = 0; k < devices.size(); ++k) call.parts[k] = parts_[devices[k]]->parameters().grads();
+  for (std::size_t k = 0; k < devices.size(); ++k) {
+    const DevicePart& part = *parts_[devices[k]];
+    const DeviceGuard guard(part.share().device);
+    call.begin = std::min(end, begin + static_cast<std::int64_t>(k) * each), call.end = std::min(end, call.begin + each);
+    launch_sum_over_devices(call, part.stream());
+    check_launch("sum_over_devices");
+  }
 }
 
 void DeviceLanguageModel::update(const DeviceUpdate& settings, double loss_scale) {
@@ -298,9 +297,12 @@ void DeviceLanguageModel::record(std::size_t slot) {
     const RecordLayout& layout = parts_[d]->layout();
     WB_TRY_CUDA(cudaMemcpyAsync(to.data(), parts_[d]->record().data(), layout.bytes, cudaMemcpyDeviceToHost, parts_[d]->stream()));
     for (std::size_t i = 0; i < parts_[d]->num_moe_layers(); ++i) {
-      for (int r = 0; r < layout.num_ranks; ++r) {
-        WB_TRY_CUDA(cudaMemcpyAsync(to.at<std::uint64_t>(layout.wait(i, r)), parts_[d]->experts(i).exchange().wait_ns(r),
-                                    static_cast<std::size_t>(W_) * sizeof(std::uint64_t), cudaMemcpyDeviceToHost, parts_[d]->stream()));
+      for (int r = 0; r < layout.num_ranks; ++r) {  // a rank waits for those of its group
+        const int ranks = parts_[d]->experts(i).num_ranks();
+        const DeviceExchange& exchange = parts_[d]->experts(i, static_cast<std::size_t>(r / ranks)).exchange();
+        const std::size_t P = static_cast<std::size_t>(exchange.num_peers()), rank = static_cast<std::size_t>(parts_[d]->share().first_rank + r);
+        WB_TRY_CUDA(cudaMemcpyAsync(to.at<std::uint64_t>(layout.wait(i, r)) + rank / P * P, exchange.wait_ns(r % ranks), P * sizeof(std::uint64_t),
+                                    cudaMemcpyDeviceToHost, parts_[d]->stream()));
       }
     }
     WB_TRY_CUDA(cudaMemcpyAsync(&to.at<RecordHeader>(0)->update, parts_[d]->update_state(), sizeof(UpdateState), cudaMemcpyDeviceToHost, parts_[d]->stream()));
@@ -313,9 +315,11 @@ DeviceStepResult DeviceLanguageModel::finish_step() {
   const Pending pending = pending_.front();
   pending_.pop_front();
   for (const auto& event : done_[pending.slot]) event->synchronize();
-  if (group_ != nullptr && pending_.empty()) {
-    const std::string error = group_->first_error();
-    if (!error.empty()) WB_FAIL(ErrorCode::kTimeout, "{}", error);
+  if (pending_.empty()) {
+    for (const auto& [key, group] : groups_) {
+      const std::string error = group.ranks->first_error();
+      if (!error.empty()) WB_FAIL(ErrorCode::kTimeout, "ranks {} to {}: {}", key.first * key.second, key.first * (key.second + 1) - 1, error);
+    }
   }
   DeviceStepResult result;
   const CudaEvent& end = *done_[pending.slot][0];

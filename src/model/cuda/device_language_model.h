@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The language model (waybill/language_model.h) on the GPUs of one process: W virtual expert-parallel ranks over 1 to 8 GPUs, W a multiple of their number.
+// The language model (waybill/language_model.h) on the GPUs of one process: W virtual ranks over 1 to 8 GPUs, W a multiple of their number. Ranks with equal
+// rank / P are an expert-parallel group, P of each layer; groups lie whole on a GPU, or evenly over several. W / P = D replicas of the experts: those of a GPU
+// share memory, gradients of those on several are added up.
 // A step (forward, backward, reduction, AdamW, router bias) is queued by one host thread without a wait; whether it is applied is decided on the GPUs
 // (ops/optimizer/cuda/optimizer_kernels.h). What it came to is read later, from pinned memory.
 //
@@ -7,8 +9,10 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "fabric/cuda_local/local_ranks.h"
@@ -100,6 +104,9 @@ class DeviceLanguageModel {
   };
   std::vector<MoeConfig> moe_configs() const;
   void make_experts();
+  void make_groups(const std::vector<std::size_t>& layer_bytes);
+  std::vector<std::vector<DevicePart::Launch>> launches_of(const DevicePart& part);
+  void sum_over(const std::vector<std::size_t>& devices, std::int64_t begin, std::int64_t end);
   void forward(const std::vector<model::TokenBatch>& ranks, const DevicePart::Forward& options);
   void backward(bool first_micro_batch);
   void reduce();
@@ -112,7 +119,13 @@ class DeviceLanguageModel {
   int W_;
   DeviceModelOptions options_;
   std::vector<std::unique_ptr<DevicePart>> parts_;
-  std::unique_ptr<CudaLocalGroup> group_;
+  // Of P consecutive ranks; windows_: what its layers booked, in order, the same for each of its GPUs.
+  struct RankGroup {
+    std::unique_ptr<CudaLocalGroup> ranks;
+    std::vector<std::uint64_t> windows;
+  };
+  std::map<std::pair<int, int>, RankGroup> groups_;  // by P and number
+  std::unique_ptr<CudaLocalGroup> world_;            // where no group spans the GPUs: they must reach each other's memory all the same
   std::vector<std::unique_ptr<CudaEvent>> meeting_;
   // By slot and GPU: the record's copy and the event behind it. start_ marks the first step.
   std::vector<std::vector<PinnedBuffer>> slots_;

@@ -42,6 +42,18 @@ double part_scratch(const ModelConfig& c, double T) {
   return sum + 6 * real(logit_rows * c.vocab);
 }
 
+// Of all experts' parameters, on a GPU of so many ranks: groups on it share theirs.
+double expert_share(const ModelConfig& c, int num_ranks) {
+  double all = 0, here = 0;
+  for (const LayerConfig& layer : c.layers) {
+    if (!layer.is_moe) continue;
+    const MoeConfig& m = layer.moe;
+    const double size = real(m.E) * real(m.inner_width() + m.F) * real(m.latent > 0 ? m.latent : c.H);
+    all += size, here += size * std::min(layer.P, num_ranks) / layer.P;
+  }
+  return all > 0 ? here / all : 0;
+}
+
 constexpr MoeForm kForms[] = {{false, 1}, {true, 1}, {true, 2}, {true, 3}, {true, 4}};
 
 GpuMemoryEstimate memory_with(const ModelConfig& config, int W, const DeviceModelOptions& options, const MoeForm& form) {
@@ -49,7 +61,7 @@ GpuMemoryEstimate memory_with(const ModelConfig& config, int W, const DeviceMode
   const auto num_gpus = static_cast<int>(options.devices.size());
   m.num_ranks = W / num_gpus;
   const ParameterCounts n = count_parameters(architecture_of(config));
-  const double parameters = real(n.total() - n.experts) + real(n.experts) / num_gpus;
+  const double parameters = real(n.total() - n.experts) + real(n.experts) * expert_share(config, m.num_ranks);
   constexpr double kChunk = (sizeof(OptimizerChunk) + sizeof(double)) / static_cast<double>(kOptimizerChunk);  // the optimizer's list, an element
   m.weights = parameters * (4 + 2), m.gradients = parameters * 4, m.optimizer = parameters * (8 + kChunk);
   const double T = real(options.B * m.num_ranks * config.seq_len);
@@ -59,7 +71,7 @@ GpuMemoryEstimate memory_with(const ModelConfig& config, int W, const DeviceMode
     m.activations += layer_bytes(config, layer, T, m.num_ranks);
     if (!layer.is_moe) continue;
     const MoeConfig moe_config = device_moe_config(config, layer, options);
-    const DeviceMoeMemory moe = DeviceMoeLayer::memory(moe_config, W, moe_options(moe_config, form), 0, num_sms_or(132));
+    const DeviceMoeMemory moe = DeviceMoeLayer::memory(moe_config, layer.P, moe_options(moe_config, form), 0, num_sms_or(132));
     m.moe_windows += static_cast<double>(moe.windows) * m.num_ranks, m.moe_steps += static_cast<double>(moe.step) * m.num_ranks;
     m.scratch += static_cast<double>(moe.scratch) * m.num_ranks;
     operations = std::max(operations, static_cast<double>(moe.operations));  // one stream: all layers share it

@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;  // elements between the starts of parameters: 128 bytes of bf16
 
+int layer_P(const ModelConfig& config, const Parameter& p) { return config.layers[static_cast<std::size_t>(p.layer)].P; }
+
 template <class T>
 DeviceBuffer upload(const std::vector<T>& values, int device) {
   DeviceBuffer buffer(std::max<std::size_t>(values.size() * sizeof(T), 1), device);
@@ -22,15 +24,15 @@ DeviceBuffer upload(const std::vector<T>& values, int device) {
 
 }  // namespace
 
-DeviceParameters::DeviceParameters(const model::ParameterList& list, const DeviceShare& share) : share_(share) {
-  lay_out(list);
+DeviceParameters::DeviceParameters(const ModelConfig& config, const model::ParameterList& list, const DeviceShare& share) : share_(share) {
+  lay_out(config, list);
   const auto floats = [&](std::int64_t count) { return DeviceBuffer(static_cast<std::size_t>(count) * sizeof(float), share_.device); };
   values_ = floats(num_values_), grads_ = floats(num_trained_), m_ = floats(num_trained_), v_ = floats(num_trained_);
   copies_ = DeviceBuffer(static_cast<std::size_t>(num_trained_) * 2, share_.device);
-  make_chunks(list);
+  make_chunks(config, list);
 }
 
-void DeviceParameters::lay_out(const model::ParameterList& list) {
+void DeviceParameters::lay_out(const ModelConfig& config, const model::ParameterList& list) {
   places_.resize(list.parameters.size());
   std::int64_t next = 0;
   const auto place = [&](bool is_expert, bool is_trained) {
@@ -40,10 +42,15 @@ void DeviceParameters::lay_out(const model::ParameterList& list) {
       Place& to = places_[i];
       const std::int64_t experts = p.is_expert ? p.num_experts : 1, each = p.value.size() / experts;
       to.num_units = is_trained ? experts : 0, to.first_unit = all_units_, to.own_end = experts;
-      if (is_expert) to.own_begin = experts / share_.W * share_.first_rank, to.own_end = to.own_begin + experts / share_.W * share_.num_ranks;
+      const int P = is_expert ? layer_P(config, p) : 1;
+      if (is_expert) to.own_begin = experts / P * share_.first_slice(P), to.own_end = to.own_begin + experts / P * share_.group_ranks(P);
       to.offset = next, to.size = each * (to.own_end - to.own_begin), to.host_offset = each * to.own_begin;
       all_units_ += to.num_units;
+      const std::int64_t begin = next;
       next += (to.size + kAlignment - 1) / kAlignment * kAlignment;
+      if (!is_expert) continue;
+      if (expert_ranges_.empty() || expert_ranges_.back().P != P) expert_ranges_.push_back({P, begin, begin});
+      expert_ranges_.back().end = next;
     }
   };
   place(false, true);
@@ -54,7 +61,7 @@ void DeviceParameters::lay_out(const model::ParameterList& list) {
   num_values_ = next;
 }
 
-void DeviceParameters::make_chunks(const model::ParameterList& list) {
+void DeviceParameters::make_chunks(const ModelConfig& config, const model::ParameterList& list) {
   std::vector<OptimizerChunk> chunks;
   std::vector<std::int64_t> unit_begin{0};
   std::vector<std::int32_t> units;
@@ -63,8 +70,11 @@ void DeviceParameters::make_chunks(const model::ParameterList& list) {
     const Place& p = places_[i];
     const bool decays = list.parameters[i].decay;
     for (std::int64_t u = 0; u < p.num_units; ++u) {
-      // Ranks lie over the GPUs in order and in equal numbers, so do experts.
-      if (list.parameters[i].is_expert) owner[static_cast<std::size_t>(p.first_unit + u)] = static_cast<std::uint8_t>(u * share_.num_devices / p.num_units);
+      // Of several replicas the first: ranks 0 to P - 1, which lie over the GPUs in order and in equal numbers.
+      if (list.parameters[i].is_expert) {
+        const std::int64_t rank = u / (p.num_units / layer_P(config, list.parameters[i]));
+        owner[static_cast<std::size_t>(p.first_unit + u)] = static_cast<std::uint8_t>(rank / share_.num_ranks);
+      }
       if (u < p.own_begin || u >= p.own_end) continue;
       const std::int64_t each = p.size / (p.own_end - p.own_begin), first = p.offset + (u - p.own_begin) * each;
       for (std::int64_t begin = 0; begin < each; begin += kOptimizerChunk) {

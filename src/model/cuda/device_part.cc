@@ -27,7 +27,7 @@ DevicePart::DevicePart(const ModelConfig& config, const model::ParameterList& li
       stream_(share.device),
       B_(B * share.num_ranks),
       T_(B_ * config.seq_len),
-      parameters_(list, share),
+      parameters_(config, list, share),
       layout_(experts_of(config), share.num_ranks, share.W),
       record_(layout_.bytes, share.device),
       update_state_(sizeof(UpdateState), share.device),
@@ -66,7 +66,7 @@ void DevicePart::allocate_layers() {
     for (const int parameter : {at.gate, at.shared_w1, at.shared_w2, at.latent_down, at.latent_up}) {
       if (parameter == model::kNone) continue;
       const std::int64_t size = parameters_.size(parameter);
-      rank_gradients_.push_back({parameter, size, floats(size * share_.num_ranks)});
+      rank_gradients_.push_back({parameter, size, floats(size * share_.num_ranks), share_.num_groups(layer.P) > 1});
     }
   }
 }
@@ -114,6 +114,9 @@ void DevicePart::begin_step() {
   record_.fill(0, stream_);
   for (const Experts& e : experts_) {
     if (e.accumulated.data() != nullptr) e.accumulated.fill(0, stream_);
+  }
+  for (const RankGradient& g : rank_gradients_) {
+    if (g.is_added) g.memory.fill(0, stream_);
   }
   WB_TRY_CUDA(cudaMemsetAsync(parameters_.grads(), 0, static_cast<std::size_t>(parameters_.num_replicated()) * sizeof(float), stream_));
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What one GPU computes of the model: its ranks' tokens through every layer. The dense parts see the tokens of all of its ranks as one batch and their
-// parameters exist once a GPU; the MoE layers see the ranks one by one. Every call queues on the GPU's stream and returns.
+// parameters exist once a GPU; the MoE layers see the ranks one by one, an expert-parallel group of them at a time. Every call queues on the GPU's stream and
+// returns.
 //
 // Types: the residual stream, its gradient and attention are fp32; operands of matmuls are bf16 (the copies of the parameters, activations and
 // gradients rounded once), sums and results fp32. What is kept for backward: src/model/attention_block.h and feed_forward.h, with h of dense layers in bf16.
@@ -31,8 +32,13 @@ class DevicePart {
   // B: sequences of a micro-batch on a rank, always that many. inputs_in_flight: micro-batches whose tokens may be on their way.
   DevicePart(const ModelConfig& config, const model::ParameterList& list, const DeviceShare& share, std::int64_t B, int inputs_in_flight);
 
-  // MoE layers for these budgets, with windows from `book`; the former ones go. Waits.
-  void make_experts(const std::vector<MoeConfig>& configs, const std::vector<DeviceMoeOptions>& forms, const LocalRanks& ranks, const BookWindow& book);
+  // The ranks of a group on this GPU, and its windows.
+  struct Launch {
+    LocalRanks ranks;
+    BookWindow book;
+  };
+  // MoE layers for these budgets; launches: [MoE layer][group that has ranks here]. The former ones go. Waits.
+  void make_experts(const std::vector<MoeConfig>& configs, const std::vector<DeviceMoeOptions>& forms, const std::vector<std::vector<Launch>>& launches);
   void drop_experts() { experts_.clear(); }
 
   // A micro-batch: tokens of this GPU's ranks. The host memory is free again when `inputs_in_flight` further batches have been loaded.
@@ -51,6 +57,11 @@ class DevicePart {
     std::uint64_t step_seed = 0, micro_batch = 0;  // of the recipe's random numbers
   };
   void feed_forward(std::size_t layer, const Forward& options);
+  // Where other groups' tokens count in the losses: counts() of all groups, on whatever GPU, to sum_counts(); all GPUs meet before and after it.
+  bool sums_counts(std::size_t layer, const Forward& options) const;
+  void add_counts_of_groups(std::size_t layer, std::vector<const std::int32_t*>& counts) const;
+  void sum_counts(std::size_t layer, const std::vector<const std::int32_t*>& counts);
+  void feed_forward_end(std::size_t layer, const Forward& options);
   void loss(float scale, bool gradient);  // adds to the record's loss; with `gradient` leaves that of the last hidden state
   void feed_forward_backward(std::size_t layer, bool first_micro_batch);
   void attend_backward(std::size_t layer);
@@ -67,23 +78,32 @@ class DevicePart {
     return reinterpret_cast<const std::int64_t*>(record_.as<unsigned char>() + layout_.counts[moe_layer]);
   }
   UpdateState* update_state() const { return update_state_.as<UpdateState>(); }
-  DeviceMoeLayer& experts(std::size_t moe_layer) { return *experts_[moe_layer].layer; }
+  DeviceMoeLayer& experts(std::size_t moe_layer, std::size_t group = 0) { return *experts_[moe_layer].groups[group].layer; }
+  std::size_t num_groups(std::size_t moe_layer) const { return experts_[moe_layer].groups.size(); }
   std::size_t num_moe_layers() const { return layout_.counts.size(); }
 
   // Called before work of a phase is queued.
   std::function<void(Phase, cudaStream_t)> on_phase;
 
  private:
-  struct Experts {
+  // A layer of one expert-parallel group's ranks here.
+  struct Group {
     std::unique_ptr<DeviceMoeLayer> layer;
     DeviceMoeStep step;
+  };
+  struct Experts {
+    std::vector<Group> groups;
+    int P = 1;                 // ranks of a group, on whatever GPU
+    int ranks = 1;             // of each on this one
     DeviceBuffer accumulated;  // i32 [E]: what the global loss counted in the step's micro-batches so far; where there is such a loss
+    DeviceBuffer counts;       // i32 [num_counts()]: of all groups; where there are several and losses
   };
   // A gradient that each rank has its own of, [num_ranks, size].
   struct RankGradient {
     int parameter;
     std::int64_t size;
     DeviceBuffer memory;
+    bool is_added;  // even by the first backward pass of a step: see feed_forward_backward()
   };
   void allocate_layers();
   void allocate_scratch();
@@ -105,6 +125,9 @@ class DevicePart {
 
   void dense_forward(std::size_t layer);
   void dense_backward(std::size_t layer);
+  // What one forward of `layer` by group `group` is given; `padding` and `accumulated` hold what it points to.
+  DeviceMoeForward moe_forward(std::size_t layer, std::size_t group, const Forward& options, std::vector<TensorView>& padding,
+                               std::vector<TensorView>& accumulated) const;
   std::vector<MoeTensors> moe_values(std::size_t layer) const;
   std::vector<MoeTensors> moe_gradients(std::size_t layer) const;
   void* rank_gradient(int parameter, int rank) const;

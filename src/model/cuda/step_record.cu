@@ -58,6 +58,14 @@ __global__ void __launch_bounds__(kThreads) bias_update(const BiasUpdate c) {
   for (std::int64_t e = threadIdx.x; e < c.E; e += kThreads) c.bias[e] += c.rate * (static_cast<float>(sign_of(e)) - mean);
 }
 
+__global__ void __launch_bounds__(kThreads) sum_groups(const __grid_constant__ SumGroups c) {
+  for (int i = static_cast<int>(threadIdx.x); i < c.n; i += kThreads) {
+    std::int32_t sum = 0;
+    for (int g = 0; g < c.num_parts; ++g) sum += __ldcg(c.parts[g] + i);
+    c.sum[i] = sum;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) sum_over_devices(const SumOverDevices c) {
   for (std::int64_t i = c.begin + static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < c.end;
        i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
@@ -78,6 +86,7 @@ RecordLayout::RecordLayout(const std::vector<std::int64_t>& experts, int ranks_h
 
 void launch_collect(const CollectCall& c, cudaStream_t stream) { collect<<<1, kThreads, 0, stream>>>(c); }
 void launch_bias_update(const BiasUpdate& c, cudaStream_t stream) { bias_update<<<1, kThreads, 0, stream>>>(c); }
+void launch_sum_groups(const SumGroups& c, cudaStream_t stream) { sum_groups<<<1, kThreads, 0, stream>>>(c); }
 void launch_sum_over_devices(const SumOverDevices& c, cudaStream_t stream) {
   if (c.end > c.begin) sum_over_devices<<<264, kThreads, 0, stream>>>(c);
 }

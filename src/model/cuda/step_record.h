@@ -69,8 +69,16 @@ struct BiasUpdate {
 };
 void launch_bias_update(const BiasUpdate& call, cudaStream_t stream);
 
-// parts[d] [count] of every GPU d: elements [begin, end) are summed in the GPUs' order and written to all of them. Each GPU takes its own slice, so that
-// no two touch an element; all GPUs meet before and after.
+// Counts of routes over the groups of a layer: sum [n] = parts[0] + ... in memory of every GPU; those of other GPUs are there once all have met.
+struct SumGroups {
+  const std::int32_t* parts[kMaxDevicePeers];
+  int num_parts, n;
+  std::int32_t* sum;
+};
+void launch_sum_groups(const SumGroups& call, cudaStream_t stream);
+
+// parts[d] [count] of some GPUs, the num_devices ones that hold replicas: elements [begin, end) are summed in the GPUs' order and written to all of them. Each
+// GPU takes its own slice, so that no two touch an element; all GPUs meet before and after.
 struct SumOverDevices {
   float* parts[kMaxUpdateDevices];
   int num_devices;

@@ -53,12 +53,14 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
   const MapRoom map_room = device_map_room(config, options);
   const ExchangeWindows exchange_windows = book_exchange_windows(windows_of, per_node, book, map_room);
   const auto W = static_cast<std::size_t>(config.row_width());
-  windows.partials = windows.gradients =
-      book("moe partials and gradients", row_window_bytes(windows_of, per_node, W * size_bytes(partials_dtype(config, group))));
+  if (has_partials(config, group)) {
+    windows.partials = windows.gradients =
+        book("moe partials and gradients", row_window_bytes(windows_of, per_node, W * size_bytes(partials_dtype(config, group))));
+  }
   if (num_totals(config) > 0) windows.counts = book("moe counts", counts_window_bytes(config, per_node));
   if (looks_for_duplicates(config, options)) windows.votes = book("moe votes", static_cast<std::size_t>(2 * per_node) * 4);
-  for (int i = 0; i < num_row_windows(config, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(windows_of, per_node, W * 2)));
-  if (options.resend_rows) {
+  for (int i = 0; i < num_row_windows(config, group, options); ++i) step_windows.push_back(book("moe rows", row_window_bytes(windows_of, per_node, W * 2)));
+  if (options.resend_rows || is_home(config, group)) {
     step_windows.assign(static_cast<std::size_t>(options.num_steps), windows.partials);
   } else if (config.recompute > Recompute::kActivation) {
     shared_rows_window = step_windows[0];
@@ -70,6 +72,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
     placement.rank_table = rank_table.data(), placement.local_table = local_table.data();
   }
   exchange = make_exchange(exchange_config, placement, options.rail, ranks, device, exchange_windows, options.exchange, map_room);
+  if (home()) exchange->list_tokens();
   sm_count = num_sms(device);
   const DeviceGuard guard(device);  // events belong to the device that is current
   forked = std::make_unique<CudaEvent>(/*timing=*/false), joined = std::make_unique<CudaEvent>(/*timing=*/false);
@@ -84,7 +87,7 @@ DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& laun
                            GrowableBuffer(most.x, device)});
     const SlotBytes least = bytes_of_slots(config, 1, options);  // as make_slot_memory() says
     if (!keeps_h()) slot_memory.back().h.grow(least.h);
-    if (combines_beside(config, options)) slot_memory.back().y.grow(least.y);
+    if (combines_beside(config, options) || blocks_at_home()) slot_memory.back().y.grow(least.y);
   }
 }
 
@@ -150,6 +153,17 @@ void DeviceMoeLayer::forward(std::span<const MoeTensors> parameters, std::span<c
   impl_->prepare(f);
   impl_->forward(f);
 }
+
+void DeviceMoeLayer::add_losses(std::span<const MoeTensors> parameters, DeviceMoeStep& step, const std::int32_t* counts, const DeviceMoeForward& options,
+                                cudaStream_t stream) {
+  WB_CHECK(step.saved_ != nullptr && step.saved_->layer == impl_.get() && step.saved_->ready && step.saved_->awaits_losses,
+           "add_losses: a step of this layer that a training forward with later_losses filled is needed");
+  WB_CHECK(parameters.size() == impl_->count(), "add_losses: {} ranks of this launch, got {} parameters", impl_->count(), parameters.size());
+  const DeviceGuard guard(impl_->where.index);
+  impl_->add_losses({parameters, {}, {}, *step.saved_, options, stream}, counts);
+}
+std::int64_t DeviceMoeLayer::num_counts() const { return num_totals(impl_->config); }
+bool DeviceMoeLayer::adds_losses() const { return has_losses(impl_->config); }
 
 void DeviceMoeLayer::backward(std::span<const MoeTensors> parameters, std::span<const MoeTensors> gradients, std::span<const TensorView> x,
                               std::span<const TensorView> d_out, std::span<const TensorView> dx, DeviceMoeStep& step, const DeviceMoeBackward& options,

@@ -92,6 +92,9 @@ struct DeviceMoeForward {
   // The caller's own routing, f32 [T, E] a rank, 0 = not routed, on all ranks or none; see MoeForwardOptions::dense_map. More than K experts a token count
   // against the budget of slots as all else does.
   std::span<const TensorView> dense_maps;
+  // Replicas of the experts see other tokens than this group (D > 1), and the losses count over all of them: forward() ends without losses and without its
+  // report, and add_losses() must follow before the backward pass. valid_tokens, loss_tokens and loss_sequences are then those of all groups.
+  bool later_losses = false;
   // Recipes of blocks: w1, w2 and the shared expert's weights hold what they held in this layer's last forward, whose quantised copies still serve.
   bool weights_unchanged = false;
   // Random numbers of the recipe, for this forward's backward too: see MoeForwardOptions. rounding_seed_device: where that memory (one u64 on this
@@ -133,7 +136,7 @@ class DeviceMoeStep {
   // Device memory of the last forward, of rank `index`: ids and weights [T, K], counts [E] of this rank's tokens.
   DeviceRoute route(int index) const;
   const std::int32_t* counts(int index) const;
-  // [E] counts of all ranks, where losses or bias_update_rate need them; else null.
+  // [num_counts()] counts of all ranks, where losses or bias_update_rate need them, else null: [E], then [E] of AuxCounts::kUnbiased where that is asked for.
   const std::int32_t* total_counts(int index) const;
   // With a global loss: [E] what that loss counted, the accumulated counts of the forward among it; else null.
   const std::int32_t* global_counts(int index) const;
@@ -173,6 +176,12 @@ class DeviceMoeLayer {
   // x [T, H], T <= T_max, may differ between ranks and be 0. out [T, H] is written.
   void forward(std::span<const MoeTensors> parameters, std::span<const TensorView> x, std::span<const TensorView> out, DeviceMoeStep& step,
                const DeviceMoeForward& options, cudaStream_t stream);
+  // What a training forward with later_losses has left out. counts: device memory, i32 [num_counts()], the total_counts() of all groups added up. options: that
+  // forward's.
+  void add_losses(std::span<const MoeTensors> parameters, DeviceMoeStep& step, const std::int32_t* counts, const DeviceMoeForward& options,
+                  cudaStream_t stream);
+  std::int64_t num_counts() const;  // of DeviceMoeStep::total_counts()
+  bool adds_losses() const;
   // dx [T, H] is written; gradients as DeviceMoeBackward says. One backward a training forward.
   void backward(std::span<const MoeTensors> parameters, std::span<const MoeTensors> gradients, std::span<const TensorView> x, std::span<const TensorView> d_out,
                 std::span<const TensorView> dx, DeviceMoeStep& step, const DeviceMoeBackward& options, cudaStream_t stream);

@@ -16,6 +16,7 @@
 namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::backward(const Backward& b) {
+  b.saved.x.assign(b.x.begin(), b.x.end()), b.saved.d_out.assign(b.d_out.begin(), b.d_out.end());
   // Another forward has used the memory of the weights' copies since.
   const bool is_stale = b.saved.weights_version == 0 || b.saved.weights_version != weights_version;
   if (recipe && is_stale) mark(Phase::kActivation, b.stream), quantize_weights(b.parameters, b.saved, b.stream);
@@ -32,7 +33,11 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
   }
   mark(Phase::kExpertGemm, b.stream);
   recipe ? blocked_second_gradients(b) : second_matmul_gradients(b);
-  combines_beside(config, options) ? first_gradients_beside(b) : first_gradients(b);
+  if (combines_beside(config, options)) {
+    first_gradients_beside(b);
+  } else {
+    blocks_at_home() ? first_gradients_in_blocks_at_home(b) : first_gradients(b);
+  }
   rest_of_input_gradients(b);
   mark(Phase::kOther, b.stream);
   b.saved.ready = false;
@@ -42,6 +47,10 @@ void DeviceMoeLayer::Impl::backward(const Backward& b) {
 // list.
 void DeviceMoeLayer::Impl::send_to_experts(const Backward& b, std::span<const DeviceRows> sent, cudaStream_t stream) {
   const bool gathered = lists_gradients();
+  if (home()) {
+    if (!gathered) exchange->permute_own(b.saved.handle, DType::kBF16, sent, y_rows(b.saved), stream);
+    return;
+  }
   if (gathered || !exchange->supports_chunks()) {
     exchange->dispatch(b.saved.handle, DType::kBF16, sent, windows.gradients, /*after_plan=*/false, stream);
     if (!gathered) exchange->permute(b.saved.handle, DType::kBF16, window_rows(windows.gradients), y_rows(b.saved), stream);
@@ -84,7 +93,9 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
   mark(Phase::kGate, b.stream);
   for (std::size_t i = 0; i < count(); ++i) gate_forward(b.x[i], b.parameters[i].gate, logits(b.saved, i), on(b.stream));
   mark(Phase::kDispatch, b.stream);
-  exchange->dispatch(b.saved.handle, DType::kBF16, sent_rows(b.parameters, b.x, b.saved, b.stream), b.saved.rows_window, /*after_plan=*/false, b.stream);
+  if (!home()) {
+    exchange->dispatch(b.saved.handle, DType::kBF16, sent_rows(b.parameters, b.x, b.saved, b.stream), b.saved.rows_window, /*after_plan=*/false, b.stream);
+  }
   if (config.shared_F > 0) mark(Phase::kShared, b.stream), shared_hidden(b.parameters, b.x, b.saved, /*keep_h=*/true, b.stream);
   mark(Phase::kExpertGemm, b.stream);
   first_matmul(b.parameters, b.saved, /*keep_h=*/true, b.stream);
@@ -94,7 +105,7 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
 void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
   const bool gathered = lists_gradients();
   for (std::size_t i = 0; i < count(); ++i) {
-    const TensorView dy = gathered ? rows(windows.gradients, i) : y(b.saved, i), list = gathered ? slot_rows(b.saved, i) : TensorView();
+    const TensorView dy = gathered ? listed_d_out(b.saved, i) : y(b.saved, i), list = gathered ? slot_rows(b.saved, i) : TensorView();
     // W2 [L, W, F] is [L, C, N] of the product whose rows are dy and whose gradient is a: that operand may be read through a list.
     GroupedGemmWgradArgs w2;
     w2.a = dy, w2.a_rows = list, w2.dy = a(b.saved, i), w2.layout = WeightLayout::kLCN;
@@ -118,8 +129,9 @@ void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
   const auto* begin = offsets(b.saved, i).as<std::int32_t>();
   const auto* list = slot_rows(b.saved, i).as<std::int32_t>();
   const MoeTensors& g = b.gradients[i];
+  const std::int64_t list_rows = home() ? b.saved.routes[i].T : R;
   launch_bias_grad(
-      {h(b.saved, i).data, true, begin, list, static_cast<int>(L), slots(b.saved, i), R, config.inner_width(), g.b1.as<float>(), b.options.accumulate},
+      {h(b.saved, i).data, true, begin, list, static_cast<int>(L), slots(b.saved, i), list_rows, config.inner_width(), g.b1.as<float>(), b.options.accumulate},
       b.stream);
   check_launch("bias_grad");
   if (!has_second_bias(i)) {
@@ -127,7 +139,7 @@ void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
     return;
   }
   SecondBias args{};
-  args.dy = gathered ? rows(windows.gradients, i).data : y(b.saved, i).data, args.rows = gathered ? list : nullptr, args.list_rows = R;
+  args.dy = gathered ? listed_d_out(b.saved, i).data : y(b.saved, i).data, args.rows = gathered ? list : nullptr, args.list_rows = list_rows;
   args.offsets = begin, args.num_slots = slots(b.saved, i), args.weight = slot_weights(b.saved, i).as<float>(), args.L = L, args.W = config.row_width();
   launch_second_bias_sums(args, g.b2.as<float>(), b.options.accumulate, b.stream);
   check_launch("moe_second_bias_sums");
@@ -138,12 +150,13 @@ void DeviceMoeLayer::Impl::bias_gradients(const Backward& b, std::size_t i) {
 // The rows of x in expert order, where the matmuls do not read a list.
 void DeviceMoeLayer::Impl::copy_x(const Backward& b) {
   if (recipe) return;  // rows are found through the list, and were sent again already
-  if (options.resend_rows) {
+  if (options.resend_rows && !home()) {
     mark(Phase::kDispatch, b.stream);
     send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream), b.stream);
     mark(Phase::kExpertGemm, b.stream);
   } else if (!lists_gradients() && !copies_x_in_blocks(config, options)) {
-    exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), copied_x_rows(b.saved), b.stream);
+    home() ? exchange->permute_own(b.saved.handle, DType::kBF16, device_rows(b.x), copied_x_rows(b.saved), b.stream)
+           : exchange->permute(b.saved.handle, DType::kBF16, window_rows(b.saved.rows_window), copied_x_rows(b.saved), b.stream);
   }
 }
 
@@ -158,8 +171,7 @@ void DeviceMoeLayer::Impl::first_weight_gradients(const Backward& b) {
   const bool gathered = lists_gradients();
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmWgradArgs w1;
-    w1.a = gathered ? rows(b.saved.rows_window, i) : copied_x(b.saved, i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i),
-    w1.d_weights = b.gradients[i].w1;
+    w1.a = gathered ? listed_x(b.saved, i) : copied_x(b.saved, i), w1.dy = h(b.saved, i), w1.offsets = offsets(b.saved, i), w1.d_weights = b.gradients[i].w1;
     if (gathered) w1.a_rows = slot_rows(b.saved, i);
     w1.accumulate = adds_to(w1.d_weights, b), w1.status = status_word(i);
     grouped_gemm_wgrad(w1, on(b.stream));
@@ -169,7 +181,7 @@ void DeviceMoeLayer::Impl::first_weight_gradients(const Backward& b) {
 // The gradient of the rows in expert order.
 void DeviceMoeLayer::Impl::row_gradients(const Backward& b) {
   if (recipe) return blocked_row_gradients(b);
-  if (in_blocks()) return row_gradients_in_blocks(b);
+  if (in_blocks()) return row_gradients_in_blocks(b, {}, {});
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmDgradArgs d;
     d.dy = h(b.saved, i), d.weights = b.parameters[i].w1, d.offsets = offsets(b.saved, i), d.da = y(b.saved, i), d.status = status_word(i);
@@ -246,6 +258,15 @@ void DeviceMoeLayer::Impl::first_gradients(const Backward& b) {
   base_gradients(b);
   mark(Phase::kCombine, b.stream);
   reduce_and_combine(b.saved, combined_gradients(b), wire_bases(b), b.stream);
+}
+
+// What dx has from elsewhere comes first, so that each block is whole once it is reduced; the gradient of the logits lies where the blocks come afterwards.
+void DeviceMoeLayer::Impl::first_gradients_in_blocks_at_home(const Backward& b) {
+  copy_x(b), first_weight_gradients(b);
+  router_gradients(b);
+  base_gradients(b);
+  mark(Phase::kExpertGemm, b.stream);
+  row_gradients_in_blocks(b, b.dx, wire_bases(b));
 }
 
 // The rows' gradient first, so that its way home is hidden behind dW1. The combine is queued first and takes its SMs; the matmul's CTAs fetch tiles as they

@@ -54,7 +54,7 @@ void DeviceMoeLayer::Impl::blocked_first_matmul(std::span<const MoeTensors> para
   }
 }
 
-ListedRows DeviceMoeLayer::Impl::sent_x(const Saved& saved, std::size_t i) const { return {rows(saved.rows_window, i), slot_rows(saved, i)}; }
+ListedRows DeviceMoeLayer::Impl::sent_x(const Saved& saved, std::size_t i) const { return {listed_x(saved, i), slot_rows(saved, i)}; }
 
 // dy to its window, and beside that what of the gradients' operands does not hang on it.
 void DeviceMoeLayer::Impl::blocked_send(const Backward& b, std::span<const DeviceRows> sent) {
@@ -71,13 +71,13 @@ void DeviceMoeLayer::Impl::blocked_second_gradients(const Backward& b) {
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView& d_w2 = b.gradients[i].w2;
     const TensorView d_weight(scratch_at<float>(i, scratch_parts.d_slot_weight), DType::kF32, {slots(b.saved, i)}, where);
-    recipe->second_gradients(routed_set(b.saved, i), {rows(windows.gradients, i), slot_rows(b.saved, i)}, a(b.saved, i), h(b.saved, i),
-                             slot_weights(b.saved, i), d_weight, d_w2, adds_to(d_w2, b), b.stream);
+    recipe->second_gradients(routed_set(b.saved, i), {listed_d_out(b.saved, i), slot_rows(b.saved, i)}, a(b.saved, i), h(b.saved, i), slot_weights(b.saved, i),
+                             d_weight, d_w2, adds_to(d_w2, b), b.stream);
     if (config.expert_bias) bias_gradients(b, i);
   }
   if (options.resend_rows) {
     mark(Phase::kDispatch, b.stream);
-    send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream), b.stream);
+    if (!home()) send_to_experts(b, sent_rows(b.parameters, b.x, b.saved, b.stream), b.stream);
     for (std::size_t i = 0; i < count(); ++i) recipe->quantize_x(routed_set(b.saved, i), sent_x(b.saved, i), b.stream);
   }
   for (std::size_t i = 0; i < count(); ++i) recipe->quantize_dh(routed_set(b.saved, i), h(b.saved, i), b.stream);

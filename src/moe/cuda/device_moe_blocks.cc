@@ -15,9 +15,20 @@ std::vector<DeviceMoeLayer::Impl::ColumnBlock> DeviceMoeLayer::Impl::column_bloc
   return blocks;
 }
 
-// y of the block into the window of partials.
-void DeviceMoeLayer::Impl::reduce_block(const Saved& saved, ColumnBlock block, cudaStream_t stream) {
+// y of the block into the window of partials, or at home to where it goes.
+void DeviceMoeLayer::Impl::reduce_block(const Saved& saved, ColumnBlock block, std::span<const TensorView> out, std::span<const void* const> base,
+                                        cudaStream_t stream) {
   std::vector<DeviceRows> from, to;
+  if (!out.empty()) {
+    const DeviceRows y_block{y(saved, 0).data, block.count};
+    const DeviceRows part{static_cast<unsigned char*>(out[0].data) + block.first * static_cast<std::int64_t>(size_bytes(out[0].dtype)), config.H};
+    std::vector<const void*> base_part;
+    if (!base.empty()) base_part.push_back(static_cast<const float*>(base[0]) + block.first);
+    mark(Phase::kCombine, stream);
+    exchange->reduce_home(saved.handle, DType::kBF16, {&y_block, 1}, out[0].dtype, {&part, 1}, stream, base_part, block.count);
+    mark(Phase::kExpertGemm, stream);
+    return;
+  }
   for (std::size_t i = 0; i < count(); ++i) {
     from.push_back({y(saved, i).data, block.count});
     auto* partials = static_cast<unsigned char*>(rows(windows.partials, i).data);
@@ -29,25 +40,31 @@ void DeviceMoeLayer::Impl::reduce_block(const Saved& saved, ColumnBlock block, c
 }
 
 void DeviceMoeLayer::Impl::second_matmul_in_blocks(const Forward& f) {
+  const bool at_home = home() && config.shared_F == 0;
   for (const ColumnBlock block : column_blocks(y_columns(config, options))) {
     for (std::size_t i = 0; i < count(); ++i) {
       run_product_part({false, a(f.saved, i).data, f.parameters[i].w2.data, offsets(f.saved, i).as<std::int32_t>(), L, slots(f.saved, i), config.local_F(),
                         config.row_width(), block.first, block.count, y(f.saved, i).data, status_word(i)},
                        on(f.stream));
     }
-    reduce_block(f.saved, block, f.stream);
+    reduce_block(f.saved, block, at_home ? f.out : std::span<const TensorView>(), {}, f.stream);
   }
+}
+
+void DeviceMoeLayer::Impl::copy_x_columns(const Backward& b, ColumnBlock block, std::span<void* const> copies) {
+  std::vector<DeviceRows> from, to;
+  for (std::size_t i = 0; i < count(); ++i) {
+    from.push_back({static_cast<std::uint16_t*>(listed_x(b.saved, i).data) + block.first, config.row_width()}), to.push_back({copies[i], block.count});
+  }
+  home() ? exchange->permute_own(b.saved.handle, DType::kBF16, from, to, b.stream, block.count)
+         : exchange->permute(b.saved.handle, DType::kBF16, from, to, b.stream, block.count);
 }
 
 // dW1 of a block's columns, from a copy of the rows' columns: `copies` [ranks of the launch], bf16 [S, width].
 void DeviceMoeLayer::Impl::first_weight_gradients_in_blocks(const Backward& b, std::int64_t width, std::span<void* const> copies) {
   const std::int64_t W = config.row_width(), N = config.inner_width();
   for (const ColumnBlock block : column_blocks(width)) {
-    std::vector<DeviceRows> from, to;
-    for (std::size_t i = 0; i < count(); ++i) {
-      from.push_back({static_cast<std::uint16_t*>(rows(b.saved.rows_window, i).data) + block.first, W}), to.push_back({copies[i], block.count});
-    }
-    exchange->permute(b.saved.handle, DType::kBF16, from, to, b.stream, block.count);
+    copy_x_columns(b, block, copies);
     for (std::size_t i = 0; i < count(); ++i) {
       const TensorView& d = b.gradients[i].w1;
       auto* part = static_cast<unsigned char*>(d.data) + block.first * static_cast<std::int64_t>(size_bytes(d.dtype));
@@ -58,14 +75,14 @@ void DeviceMoeLayer::Impl::first_weight_gradients_in_blocks(const Backward& b, s
   }
 }
 
-void DeviceMoeLayer::Impl::row_gradients_in_blocks(const Backward& b) {
+void DeviceMoeLayer::Impl::row_gradients_in_blocks(const Backward& b, std::span<const TensorView> out, std::span<const void* const> base) {
   for (const ColumnBlock block : column_blocks(y_columns(config, options))) {
     for (std::size_t i = 0; i < count(); ++i) {
       run_product_part({true, h(b.saved, i).data, b.parameters[i].w1.data, offsets(b.saved, i).as<std::int32_t>(), L, slots(b.saved, i), config.inner_width(),
                         config.row_width(), block.first, block.count, y(b.saved, i).data, status_word(i)},
                        on(b.stream));
     }
-    reduce_block(b.saved, block, b.stream);
+    reduce_block(b.saved, block, out, base, b.stream);
   }
 }
 

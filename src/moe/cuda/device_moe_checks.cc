@@ -135,6 +135,7 @@ void DeviceMoeLayer::Impl::check_backward(const Backward& b) const {
            "backward: {} ranks of this launch, got {} parameters, {} gradients, {} x, {} d_out, {} dx", n, b.parameters.size(), b.gradients.size(), b.x.size(),
            b.d_out.size(), b.dx.size());
   WB_CHECK(b.saved.layer == this && b.saved.ready, "backward needs a step that a training forward filled and no backward has used yet");
+  WB_CHECK(!b.saved.awaits_losses, "backward: the step's forward left its losses to add_losses(), which has not been called");
   const Checker check{config, L, where};
   const bool mapped = (b.saved.reasons & kDenseMapCallerMap) != 0;
   WB_CHECK(b.options.d_dense_maps.size() == (mapped ? n : 0), "backward: {} gradients of dense maps for a forward that was given {}",

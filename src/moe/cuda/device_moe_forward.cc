@@ -11,6 +11,7 @@
 namespace waybill::cuda {
 
 void DeviceMoeLayer::Impl::forward(const Forward& f) {
+  f.saved.x.assign(f.x.begin(), f.x.end());
   if (recipe && !f.options.weights_unchanged) mark(Phase::kActivation, f.stream), quantize_weights(f.parameters, f.saved, f.stream);
   f.saved.reasons = dense_reasons(f);
   if (takes_map(f.saved)) {
@@ -26,7 +27,7 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   const std::vector<DeviceRows> sent = sent_rows(f.parameters, f.x, f.saved, f.stream);
   mark(Phase::kDispatch, f.stream);
   if (shared_beside()) fork(f.stream);  // no sooner than the rows can go
-  exchange->dispatch(f.saved.handle, DType::kBF16, sent, f.saved.rows_window, /*after_plan=*/true, f.stream);
+  if (!home()) exchange->dispatch(f.saved.handle, DType::kBF16, sent, f.saved.rows_window, /*after_plan=*/true, f.stream);
   if (shared_beside()) {  // queued behind the dispatch, whose few CTAs find room so
     mark_beside(Phase::kShared, side);
     first_of_shared(f, side);
@@ -40,7 +41,8 @@ void DeviceMoeLayer::Impl::forward(const Forward& f) {
   in_blocks() ? second_matmul_in_blocks(f) : second_matmul(f);
   mark(Phase::kCombine, f.stream);
   gather_results(f);
-  report(f);
+  f.saved.awaits_losses = waits_for_losses(f);
+  if (!f.saved.awaits_losses) report(f);
   mark(Phase::kOther, f.stream);
   f.saved.weights_version = weights_version;
   f.saved.ready = f.options.training;
@@ -74,17 +76,20 @@ void DeviceMoeLayer::Impl::choose(const Forward& f) {
     router_forward(config.router, inputs, outputs, on(f.stream));
   }
   if (num_totals(config) > 0) reduce_counts(f);
-  if (has_losses(config) && f.options.training) compute_losses(f);
+  if (has_losses(config) && f.options.training && !waits_for_losses(f)) compute_losses(f);
 }
 
 // h (where wanted) and a of every rank.
 void DeviceMoeLayer::Impl::first_matmul(std::span<const MoeTensors> parameters, const Saved& saved, bool keep_h, cudaStream_t stream) {
   if (recipe) return blocked_first_matmul(parameters, saved, keep_h, stream);
   const bool permuted = options.policy.forward == DeviceMoePolicy::Rows::kPermute && !in_blocks();
-  if (permuted) exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(saved), stream);
+  if (permuted) {
+    home() ? exchange->permute_own(saved.handle, DType::kBF16, device_rows(saved.x), y_rows(saved), stream)
+           : exchange->permute(saved.handle, DType::kBF16, window_rows(saved.rows_window), y_rows(saved), stream);
+  }
   for (std::size_t i = 0; i < count(); ++i) {
     GroupedGemmActivationArgs args;
-    args.product.a = permuted ? y(saved, i) : rows(saved.rows_window, i);
+    args.product.a = permuted ? y(saved, i) : listed_x(saved, i);
     if (!permuted) args.product.a_rows = slot_rows(saved, i);
     args.product.weights = parameters[i].w1, args.product.offsets = offsets(saved, i), args.product.status = status_word(i);
     if (keep_h) args.product.y = h(saved, i);
@@ -119,6 +124,7 @@ void DeviceMoeLayer::Impl::second_matmul(const Forward& f) {
 void DeviceMoeLayer::Impl::gather_results(const Forward& f) {
   if (config.latent == 0) {
     std::vector<const void*> base;
+    if (config.shared_F == 0 && blocks_at_home()) return;  // each block is there
     if (config.shared_F == 0) return reduce_and_combine(f.saved, f.out, base, f.stream);
     reduce(f.saved, f.stream);  // then y is free, and holds the shared expert's part
     mark(Phase::kShared, f.stream);
@@ -145,6 +151,7 @@ void DeviceMoeLayer::Impl::reduce(const Saved& saved, cudaStream_t stream) {
 // y -> out, plus base where it is given.
 void DeviceMoeLayer::Impl::reduce_and_combine(const Saved& saved, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream,
                                               int num_sms) {
+  if (home()) return exchange->reduce_home(saved.handle, DType::kBF16, y_rows(saved), out[0].dtype, device_rows(out), stream, base, 0, num_sms);
   if (out[0].dtype == DType::kBF16 && !in_blocks()) {
     return exchange->reduce_and_combine(saved.handle, DType::kBF16, y_rows(saved), /*weighted=*/false, windows.partials, device_rows(out), stream, base,
                                         num_sms);

@@ -8,6 +8,7 @@
 
 #include "core/cuda/growable_buffer.h"
 #include "core/cuda/pinned_buffer.h"
+#include "core/cuda/scratch_buffer.h"
 #include "core/cuda/status_device.h"
 #include "core/cuda/urgent_stream.h"
 #include "moe/cuda/device_moe.h"
@@ -51,6 +52,7 @@ struct DeviceMoeStep::Saved {
   std::vector<DeviceRoute> routes;  // [ranks of the launch], of the router
   std::vector<DeviceRoute> sent;    // the same as they travel
   std::vector<TensorView> padding_masks;
+  std::vector<TensorView> x, d_out;  // [ranks of the launch] of the call that runs, where matmuls read them themselves
   DeviceMoeStepLayout layout{};
   const void* layer = nullptr;
   std::uint32_t reasons = kDenseMapNone;  // of the dense-map path
@@ -58,6 +60,7 @@ struct DeviceMoeStep::Saved {
   std::uint64_t weights_version = 0;                                                // of the recipe's copies in this forward; 0: none, or restored
   SeedSource seed;                                                                  // of the recipe's random numbers, for this forward's backward too
   double valid_tokens = 0, loss_tokens = 0, loss_sequences = 0, global_tokens = 0;  // of the losses
+  bool awaits_losses = false;                                                       // add_losses() is still to come
   bool ready = false;                                                               // a training forward filled it and no backward has used it
 
   template <class T>
@@ -98,6 +101,13 @@ struct DeviceMoeLayer::Impl {
   // The matmuls of backward find the rows' gradients through the list of the exchange.
   bool lists_gradients() const { return recipe != nullptr || options.policy.gradient == DeviceMoePolicy::Rows::kGather || in_blocks(); }
 
+  // A rehearsal loads the kernels of the losses with all the others.
+  bool waits_for_losses(const Forward& f) const {
+    return f.options.later_losses && f.options.training && has_losses(config) && !takes_map(f.saved) && !Rehearsal::is_on();
+  }
+  bool home() const { return is_home(config, {P, options.nodes}); }
+  bool blocks_at_home() const { return home() && in_blocks(); }
+
   // What the shared expert computes without a routed result runs while rows travel: in forward, and under bf16 in backward, too (a recipe's operands of
   // both experts take turns in one scratch).
   bool shared_beside() const { return config.shared_F > 0 && config.overlap_shared; }
@@ -116,6 +126,10 @@ struct DeviceMoeLayer::Impl {
   TensorView copied_x(const Saved& saved, std::size_t i) const;  // in expert order; where y is, or beside it
   std::int64_t slots(const Saved& saved, std::size_t i) const { return options.exact_sizes ? saved.slots[i] : S; }
   TensorView rows(std::uint64_t window, std::size_t i) const;  // bf16 [R, W] of a row window
+  // What the matmuls find through slot_rows(): rows of x, rows of d_out. Their windows, or on one rank the tensors.
+  TensorView listed_x(const Saved& saved, std::size_t i) const;
+  TensorView listed_d_out(const Saved& saved, std::size_t i) const;
+  TensorView listed(const TensorView& own) const;
   TensorView offsets(const Saved& saved, std::size_t i) const;
   TensorView slot_rows(const Saved& saved, std::size_t i) const;
   TensorView slot_weights(const Saved& saved, std::size_t i) const;
@@ -165,10 +179,12 @@ struct DeviceMoeLayer::Impl {
     return rows == DeviceMoePolicy::Rows::kPermute || (rows == DeviceMoePolicy::Rows::kAuto && config.T_max * config.K > kShortGroup * L);
   }
   std::vector<ColumnBlock> column_blocks(std::int64_t width) const;
-  void reduce_block(const Saved& saved, ColumnBlock block, cudaStream_t stream);
+  // out, base: where the block goes at home; else to the partials.
+  void reduce_block(const Saved& saved, ColumnBlock block, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream);
+  void copy_x_columns(const Backward& b, ColumnBlock block, std::span<void* const> copies);
   void second_matmul_in_blocks(const Forward& f);
   void first_weight_gradients_in_blocks(const Backward& b, std::int64_t width, std::span<void* const> copies);
-  void row_gradients_in_blocks(const Backward& b);
+  void row_gradients_in_blocks(const Backward& b, std::span<const TensorView> out, std::span<const void* const> base);
 
   // device_moe_forward.cc
   void forward(const Forward& f);
@@ -225,6 +241,7 @@ struct DeviceMoeLayer::Impl {
   void reduce_counts(const Forward& f);
   void sum_nodes(const Forward& f, const ReduceCountsArgs& node);
   void compute_losses(const Forward& f);
+  void add_losses(const Forward& f, const std::int32_t* counts);
   // global: of the global loss; where there is no aux loss beside it, it takes that one's place.
   bool only_global() const { return config.global_coefficient != 0 && !has_two_aux_losses(config); }
   RouterLossConfig loss_config(bool global) const;
@@ -240,6 +257,7 @@ struct DeviceMoeLayer::Impl {
   void first_weight_gradients(const Backward& b);
   void row_gradients(const Backward& b);
   void first_gradients(const Backward& b);
+  void first_gradients_in_blocks_at_home(const Backward& b);
   void first_gradients_beside(const Backward& b);
   void bias_gradients(const Backward& b, std::size_t i);  // both; before y is used anew
   bool has_second_bias(std::size_t i) const { return config.expert_bias && ranks.rank[i] % config.expert_tensor_parallel == 0; }

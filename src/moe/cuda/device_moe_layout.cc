@@ -151,8 +151,8 @@ DeviceMoeScratchLayout scratch_layout(const MoeConfig& c, int P, const DeviceMoe
 
 std::size_t counts_window_bytes(const MoeConfig& config, int per_node) { return static_cast<std::size_t>(2 * per_node * num_totals(config)) * 4; }
 
-int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options) {
-  if (options.resend_rows) return 0;
+int num_row_windows(const MoeConfig& config, const RankGroup& group, const DeviceMoeOptions& options) {
+  if (options.resend_rows || is_home(config, group)) return 0;
   return config.recompute <= Recompute::kActivation ? options.num_steps : 1;
 }
 
@@ -163,10 +163,11 @@ std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const De
   const ExchangeConfig exchange = windows_config(device_exchange_config(config), group);
   const auto W = static_cast<std::size_t>(config.row_width());
   const std::size_t rows = aligned(row_window_bytes(exchange, G, 2 * W)),
-                    partials = aligned(row_window_bytes(exchange, G, W * size_bytes(partials_dtype(config, group))));
+                    partials = has_partials(config, group) ? aligned(row_window_bytes(exchange, G, W * size_bytes(partials_dtype(config, group)))) : 0;
   constexpr std::size_t kControl = 128 * 1024;  // what a group keeps at the start of its arenas
-  return exchange_window_bytes(exchange, G, device_map_room(config, options)) + partials + rows * static_cast<std::size_t>(num_row_windows(config, options)) +
-         aligned(counts_window_bytes(config, G)) + (looks_for_duplicates(config, options) ? aligned(static_cast<std::size_t>(2 * G) * 4) : 0) + kControl;
+  return exchange_window_bytes(exchange, G, device_map_room(config, options)) + partials +
+         rows * static_cast<std::size_t>(num_row_windows(config, group, options)) + aligned(counts_window_bytes(config, G)) +
+         (looks_for_duplicates(config, options) ? aligned(static_cast<std::size_t>(2 * G) * 4) : 0) + kControl;
 }
 
 namespace {

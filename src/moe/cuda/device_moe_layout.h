@@ -106,6 +106,12 @@ inline bool copies_x_in_blocks(const MoeConfig& config, const DeviceMoeOptions& 
 }
 std::int64_t x_columns(const MoeConfig& config);
 
+// One rank is the whole group: nothing crosses a link. Matmuls read x and d_out themselves, results go from expert order to tokens at once; there are no
+// windows of rows, and partials only where a shared expert's result is added to them in forward. A latent width keeps the general path, whose windows hold the
+// projected rows.
+inline bool is_home(const MoeConfig& config, const RankGroup& group) { return group.P == 1 && config.latent == 0; }
+inline bool has_partials(const MoeConfig& config, const RankGroup& group) { return !is_home(config, group) || config.shared_F > 0; }
+
 // Row windows beside those of the exchange: partials, which in backward hold the gradients of rows first, and the rows that steps keep (one for all of
 // them where they are dispatched again).
 struct DeviceMoeWindows {
@@ -117,6 +123,6 @@ inline bool looks_for_duplicates(const MoeConfig& c, const DeviceMoeOptions& opt
   return options.dense_map && c.mode == ExchangeMode::kEager && device_dense_reasons(c, options) == 0;
 }
 std::size_t counts_window_bytes(const MoeConfig& config, int per_node);  // [2 parities][per_node][num_totals] i32
-int num_row_windows(const MoeConfig& config, const DeviceMoeOptions& options);
+int num_row_windows(const MoeConfig& config, const RankGroup& group, const DeviceMoeOptions& options);
 
 }  // namespace waybill::cuda

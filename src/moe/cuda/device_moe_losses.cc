@@ -60,6 +60,24 @@ void DeviceMoeLayer::Impl::sum_nodes(const Forward& f, const ReduceCountsArgs& n
   }
 }
 
+// The counts of all groups in place of this one's, and what hangs on them.
+void DeviceMoeLayer::Impl::add_losses(const Forward& f, const std::int32_t* counts) {
+  const auto n = static_cast<std::int32_t>(num_totals(config)), E = static_cast<std::int32_t>(config.E);
+  for (std::size_t i = 0; i < count(); ++i) {
+    auto* totals = f.saved.at<std::int32_t>(i, step_parts.totals);
+    WB_TRY_CUDA(cudaMemcpyAsync(totals, counts, static_cast<std::size_t>(n) * sizeof(std::int32_t), cudaMemcpyDeviceToDevice, f.stream));
+    if (config.global_coefficient == 0) continue;
+    const std::int32_t* accumulated = f.options.accumulated_counts.empty() ? nullptr : f.options.accumulated_counts[i].as<std::int32_t>();
+    launch_sum_nodes({nullptr, 1, 0, n, E, n - E, accumulated, totals, f.saved.at<std::int32_t>(i, step_parts.global_totals)}, f.stream);
+    check_launch("moe_sum_nodes");
+  }
+  mark(Phase::kRouter, f.stream);
+  compute_losses(f);
+  report(f);
+  mark(Phase::kOther, f.stream);
+  f.saved.awaits_losses = false;
+}
+
 // The router knows one aux loss; where both are on the global one, the same formula with other counts, takes a second call.
 RouterLossConfig DeviceMoeLayer::Impl::loss_config(bool global) const {
   RouterLossConfig losses;

@@ -19,7 +19,8 @@ SavedParts saved_parts(const MoeConfig& config, const RankGroup& group) {
   parts.step = aligned(exchange_handle_bytes(exchange, group));
   parts.rows = parts.step + aligned(step_layout(config, group.P, {}).bytes);
   parts.bytes = parts.rows;
-  if (config.recompute <= Recompute::kActivation) parts.bytes += aligned(row_window_bytes(exchange, group.P, static_cast<std::size_t>(config.row_width()) * 2));
+  if (config.recompute <= Recompute::kActivation && !is_home(config, group))
+    parts.bytes += aligned(row_window_bytes(exchange, group.P, static_cast<std::size_t>(config.row_width()) * 2));
   return parts;
 }
 

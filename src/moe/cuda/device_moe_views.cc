@@ -49,7 +49,7 @@ TensorView DeviceMoeLayer::Impl::backward_base(const Saved& saved, std::size_t i
   return TensorView(data, config.latent > 0 || config.shared_F > 0 ? DType::kF32 : exchange->wire(), {saved.routes[i].T, config.H}, where);
 }
 float* DeviceMoeLayer::Impl::d_logits(const Saved& saved, std::size_t i) const {
-  return static_cast<float*>(combines_beside(config, options) ? y(saved, i).data : h(saved, i).data);
+  return static_cast<float*>(combines_beside(config, options) || blocks_at_home() ? y(saved, i).data : h(saved, i).data);
 }
 TensorView DeviceMoeLayer::Impl::latent_out(const Saved& saved, std::size_t i) const {
   return TensorView(saved.at<void>(i, step_parts.latent_out), DType::kBF16, {saved.routes[i].T, config.latent}, where);
@@ -61,6 +61,13 @@ TensorView DeviceMoeLayer::Impl::latent_gradient(const Saved& saved, std::size_t
 TensorView DeviceMoeLayer::Impl::rows(std::uint64_t window, std::size_t i) const {
   return TensorView(ranks.table.base[ranks.rank[i]] + window, DType::kBF16, {R, config.row_width()}, where);
 }
+
+// Without tokens there are no slots, and nothing is read; kernels want an address all the same.
+TensorView DeviceMoeLayer::Impl::listed(const TensorView& own) const {
+  return own.shape[0] > 0 ? own : TensorView(scratch[0].data(), DType::kBF16, {1, config.row_width()}, where);
+}
+TensorView DeviceMoeLayer::Impl::listed_x(const Saved& saved, std::size_t i) const { return home() ? listed(saved.x[i]) : rows(saved.rows_window, i); }
+TensorView DeviceMoeLayer::Impl::listed_d_out(const Saved& saved, std::size_t i) const { return home() ? listed(saved.d_out[i]) : rows(windows.gradients, i); }
 
 TensorView DeviceMoeLayer::Impl::offsets(const Saved& saved, std::size_t i) const {
   return TensorView(const_cast<std::int32_t*>(exchange->expert_offsets(saved.handle, static_cast<int>(i))), DType::kI32, {L + 1}, where);
