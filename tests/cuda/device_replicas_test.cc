@@ -14,7 +14,7 @@ std::vector<Layout> replicas() {
 }
 std::string describe(const Layout& l) { return fmt::format("W {}, P {}, last P {}, {} parts", l.W, l.P, l.last_P, l.devices.size()); }
 
-TEST(DeviceModelReplicas, LossAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
+TEST(DeviceModelReplicas, F27_LossNormAndEveryGradientAgreeWithTheCpuWithinBf16Bounds) {
   WB_NEEDS_GPU();
   for (Layout layout : replicas()) {
     for (const bool more : {false, true}) {
@@ -72,7 +72,7 @@ TEST(DeviceModelReplicas, StepsFollowTheCpuAndGoOnFromASavedState) {
 }
 
 // Auxiliary and global losses count the tokens of all replicas, and of the micro-batches before. Large coefficients: the gate's gradient is mostly theirs.
-TEST(DeviceModelReplicas, LossesCountTheTokensOfAllReplicas) {
+TEST(DeviceModelReplicas, F09_LossesCountTheTokensOfAllReplicas) {
   WB_NEEDS_GPU();
   for (Layout layout : replicas()) {
     for (const auto& [aux, global] : {std::pair(0.0f, 20.0f), std::pair(20.0f, 0.0f), std::pair(10.0f, 10.0f)}) {
