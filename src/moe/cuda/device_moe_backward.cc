@@ -103,7 +103,8 @@ void DeviceMoeLayer::Impl::recompute(const Backward& b) {
 
 // dW2, then the gradient through W2 and the activation: h becomes dh, a is used up.
 void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
-  const bool gathered = lists_gradients();
+  const bool gathered = lists_gradients(), copies_blocks = in_blocks() && copies_block_rows();
+  if (copies_blocks) second_weight_gradients_in_blocks(b);
   for (std::size_t i = 0; i < count(); ++i) {
     const TensorView dy = gathered ? listed_d_out(b.saved, i) : y(b.saved, i), list = gathered ? slot_rows(b.saved, i) : TensorView();
     // W2 [L, W, F] is [L, C, N] of the product whose rows are dy and whose gradient is a: that operand may be read through a list.
@@ -112,7 +113,7 @@ void DeviceMoeLayer::Impl::second_matmul_gradients(const Backward& b) {
     if (!gathered) w2.a = a(b.saved, i), w2.dy = dy, w2.layout = WeightLayout::kLNC;
     w2.offsets = offsets(b.saved, i), w2.d_weights = b.gradients[i].w2, w2.status = status_word(i);
     w2.accumulate = adds_to(w2.d_weights, b);
-    grouped_gemm_wgrad(w2, on(b.stream));
+    if (!copies_blocks) grouped_gemm_wgrad(w2, on(b.stream));
     GroupedGemmActivationBackwardArgs act;
     act.product.a = dy, act.product.a_rows = list, act.product.weights = b.parameters[i].w2, act.product.layout = WeightLayout::kLCN;
     act.product.offsets = offsets(b.saved, i), act.product.y = a(b.saved, i), act.product.status = status_word(i);

@@ -51,20 +51,38 @@ void DeviceMoeLayer::Impl::second_matmul_in_blocks(const Forward& f) {
   }
 }
 
-void DeviceMoeLayer::Impl::copy_x_columns(const Backward& b, ColumnBlock block, std::span<void* const> copies) {
+void DeviceMoeLayer::Impl::copy_columns(const Backward& b, Source source, ColumnBlock block, std::span<void* const> copies) {
   std::vector<DeviceRows> from, to;
   for (std::size_t i = 0; i < count(); ++i) {
-    from.push_back({static_cast<std::uint16_t*>(listed_x(b.saved, i).data) + block.first, config.row_width()}), to.push_back({copies[i], block.count});
+    const TensorView rows = source == Source::kX ? listed_x(b.saved, i) : listed_d_out(b.saved, i);
+    from.push_back({static_cast<std::uint16_t*>(rows.data) + block.first, config.row_width()}), to.push_back({copies[i], block.count});
   }
   home() ? exchange->permute_own(b.saved.handle, DType::kBF16, from, to, b.stream, block.count)
          : exchange->permute(b.saved.handle, DType::kBF16, from, to, b.stream, block.count);
+}
+
+// dW2, whose rows are the columns of d_out: from a copy of a block of them at a time, which lies in y.
+void DeviceMoeLayer::Impl::second_weight_gradients_in_blocks(const Backward& b) {
+  const std::int64_t W = config.row_width(), F = config.local_F();
+  std::vector<void*> copies;
+  for (std::size_t i = 0; i < count(); ++i) copies.push_back(y(b.saved, i).data);
+  for (const ColumnBlock block : column_blocks(y_columns(config, options))) {
+    copy_columns(b, Source::kDOut, block, copies);
+    for (std::size_t i = 0; i < count(); ++i) {
+      const TensorView& d = b.gradients[i].w2;
+      auto* part = static_cast<unsigned char*>(d.data) + block.first * F * static_cast<std::int64_t>(size_bytes(d.dtype));
+      run_wgrad_part({copies[i], a(b.saved, i).data, offsets(b.saved, i).as<std::int32_t>(), L, slots(b.saved, i), block.count, F, W, F, part,
+                      d.dtype == DType::kBF16, adds_to(d, b), status_word(i)},
+                     on(b.stream));
+    }
+  }
 }
 
 // dW1 of a block's columns, from a copy of the rows' columns: `copies` [ranks of the launch], bf16 [S, width].
 void DeviceMoeLayer::Impl::first_weight_gradients_in_blocks(const Backward& b, std::int64_t width, std::span<void* const> copies) {
   const std::int64_t W = config.row_width(), N = config.inner_width();
   for (const ColumnBlock block : column_blocks(width)) {
-    copy_x_columns(b, block, copies);
+    copy_columns(b, Source::kX, block, copies);
     for (std::size_t i = 0; i < count(); ++i) {
       const TensorView& d = b.gradients[i].w1;
       auto* part = static_cast<unsigned char*>(d.data) + block.first * static_cast<std::int64_t>(size_bytes(d.dtype));

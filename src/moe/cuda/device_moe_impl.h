@@ -172,7 +172,8 @@ struct DeviceMoeLayer::Impl {
     std::int64_t first, count;
   };
   bool in_blocks() const { return options.column_blocks > 1; }
-  // dW1 reads copies of the rows of x, block by block, or all of them through the list: that costs a matmul of short groups less than the copies do (measured).
+  // dW2 and dW1 read copies of the rows of d_out and x, block by block, or all of them through the list: that costs a matmul of short groups less than the
+  // copies do (measured).
   bool copies_block_rows() const {
     constexpr std::int64_t kShortGroup = 512;
     const DeviceMoePolicy::Rows rows = options.policy.gradient;
@@ -181,7 +182,9 @@ struct DeviceMoeLayer::Impl {
   std::vector<ColumnBlock> column_blocks(std::int64_t width) const;
   // out, base: where the block goes at home; else to the partials.
   void reduce_block(const Saved& saved, ColumnBlock block, std::span<const TensorView> out, std::span<const void* const> base, cudaStream_t stream);
-  void copy_x_columns(const Backward& b, ColumnBlock block, std::span<void* const> copies);
+  enum class Source : std::uint8_t { kX, kDOut };
+  void copy_columns(const Backward& b, Source source, ColumnBlock block, std::span<void* const> copies);
+  void second_weight_gradients_in_blocks(const Backward& b);
   void second_matmul_in_blocks(const Forward& f);
   void first_weight_gradients_in_blocks(const Backward& b, std::int64_t width, std::span<void* const> copies);
   void row_gradients_in_blocks(const Backward& b, std::span<const TensorView> out, std::span<const void* const> base);
