@@ -34,7 +34,7 @@ class Home {
   }
   ExchangeConfig config(double receive_factor) const {
     ExchangeConfig c = config_of(group_);
-    c.alignment = 8, c.receive_factor = receive_factor;
+    c.alignment = 8, c.receive_factor = receive_factor, c.mode = receive_factor > 0 ? ExchangeMode::kCaptured : ExchangeMode::kEager;
     return c;
   }
   // `count` random values of `dtype`.

@@ -2,6 +2,8 @@
 // DevicePart's feed-forward halves: the steps of src/model/feed_forward.cc.
 #include <algorithm>
 
+#include "core/cuda/num_sms.h"
+#include "core/cuda/work_room.h"
 #include "model/cuda/device_part.h"
 #include "ops/model/cuda/model_kernels.h"
 #include "waybill/activation.h"
@@ -17,6 +19,7 @@ constexpr ActivationConfig kSwiGLU{};
 void DevicePart::make_experts(const std::vector<MoeConfig>& configs, const std::vector<DeviceMoeOptions>& forms,
                               const std::vector<std::vector<Launch>>& launches) {
   experts_.clear();
+  std::size_t operations = 0;
   for (std::size_t i = 0; i < configs.size(); ++i) {
     const MoeConfig& config = configs[i];
     DeviceMoeOptions options = forms.at(i);
@@ -35,7 +38,10 @@ void DevicePart::make_experts(const std::vector<MoeConfig>& configs, const std::
     if (e.P < share_.W && layer.adds_losses()) {
       e.counts = DeviceBuffer(static_cast<std::size_t>(layer.num_counts()) * sizeof(std::int32_t), share_.device);
     }
+    operations = std::max(operations, DeviceMoeLayer::memory(config, e.P, options, 0, num_sms(share_.device)).operations);
   }
+  // Before the dense matmuls, which come first and need less: a room that grows leaves the smaller one behind.
+  if (operations > 0) work_room(share_.device, stream_).reserve(operations, /*zero=*/false, share_.device, stream_);
 }
 
 DeviceMoeForward DevicePart::moe_forward(std::size_t layer, std::size_t group, const Forward& options, std::vector<TensorView>& padding,
