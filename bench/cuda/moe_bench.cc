@@ -7,8 +7,8 @@
 //                  [--shapes FILE] [--trace FILE]     --help explains them
 //     --stack     of sparse, beside, exact, exact-resend, exact-blocks, dense-map, padded, capacity, loop (all by default); --ablation: also the steps from
 //     dense-map to sparse.
-//                 exact: the sparse layer in eager mode at exact sizes (one host wait); exact-resend: the same, rows of x are sent again in backward;
-//                 exact-blocks: and what has a row a slot and the width of a row is made in --column-blocks blocks of columns (2)
+//                 exact: the sparse layer in eager mode at exact sizes (one host wait), in blocks of columns by policy; exact-resend: the same, rows of x are
+//                 sent again in backward; exact-blocks: and what has a row a slot and the width of a row is made in --column-blocks blocks of columns (2)
 //                 beside: the combine of dx beside the gradient of the first weights, on the SMs of --combine-sms (32 by default)
 //     --recipe    also the sparse stack under fp8, mxfp8 or nvfp4: weights quantised in every step, and once. Compared with bf16 to the recipe's bound
 //     --f32       also the sparse stack with weight gradients added to in f32

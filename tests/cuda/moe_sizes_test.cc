@@ -236,6 +236,30 @@ TEST(MoeSizesInput, OneRankHasNoWindowsOfRows) {
   EXPECT_EQ(static_cast<std::int64_t>(DeviceMoeLayer::arena_bytes(c, 1, resent)), alone);
 }
 
+TEST(MoeSizesInput, BlocksOfColumnsByPolicy) {
+  const auto total = [](const MoeConfig& c, int P, int blocks, bool exact = true) {
+    DeviceMoeOptions options;
+    options.exact_sizes = exact, options.column_blocks = blocks;
+    return DeviceMoeLayer::memory(c, P, options).total();
+  };
+  const MoeConfig wide = gpu_config(16, 4, 4096, 2048, 256);  // 1,024 rows an expert
+  EXPECT_LT(total(wide, 1, 2), total(wide, 1, 1));
+  EXPECT_EQ(total(wide, 1, 0), total(wide, 1, 2));
+  const auto expect_one = [&](const MoeConfig& c, int P, bool exact, const char* what) { EXPECT_EQ(total(c, P, 0, exact), total(c, P, 1, exact)) << what; };
+  expect_one(wide, 2, true, "two ranks");
+  expect_one(wide, 1, false, "a budget");
+  expect_one(gpu_config(16, 4, 4096, 1024, 256), 1, true, "narrow rows");
+  expect_one(gpu_config(64, 4, 4096, 2048, 256), 1, true, "few rows an expert");
+  MoeConfig other = wide;
+  other.shared_F = 64;
+  expect_one(other, 1, true, "a shared expert");
+  other.shared_F = 0, other.expert_bias = true;
+  expect_one(other, 1, true, "expert biases");
+  DeviceMoeOptions negative;
+  negative.column_blocks = -1;
+  EXPECT_THROW((void)DeviceMoeLayer::arena_bytes(wide, 1, negative), Error);
+}
+
 TEST(GrowableBufferCuda, GrowsInPlaceAndKeepsItsContents) {
   WB_NEEDS_GPU();
   const std::size_t unit = GrowableBuffer::granularity(0);

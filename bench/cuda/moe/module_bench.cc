@@ -93,7 +93,7 @@ std::vector<Design> designs_of(const Options& o, bool natural) {
       add(stack, stack, MapChange::kNone, false);
       continue;
     }
-    for (const int blocks : stack == "exact-blocks" ? o.column_blocks : std::vector<int>{1}) {
+    for (const int blocks : stack == "exact-blocks" ? o.column_blocks : std::vector<int>{stack == "exact" ? 0 : 1}) {
       const std::string what = stack == "exact" ? "" : blocks == 1 ? ", rows sent again" : fmt::format(", rows sent again, {} blocks of columns", blocks);
       add(fmt::format("sparse, exact sizes{}", what), "sparse", MapChange::kNone, false);
       list.back().options.exact = true, list.back().options.resend = stack != "exact", list.back().options.column_blocks = blocks;

@@ -29,6 +29,8 @@ MoeConfig device_moe_config(const ModelConfig& config, const LayerConfig& layer,
 
 namespace {
 
+bool names_a_gpu_twice(const std::vector<int>& devices) { return std::set<int>(devices.begin(), devices.end()).size() < devices.size(); }
+
 DeviceShare share_of(int W, const std::vector<int>& devices, std::size_t index) {
   const int each = W / static_cast<int>(devices.size());
   return {devices[index], static_cast<int>(index), static_cast<int>(devices.size()), static_cast<int>(index) * each, each, W};
@@ -65,8 +67,8 @@ void DeviceLanguageModel::check(const ModelConfig& config, int W, const DeviceMo
         each % layer.P != 0 && layer.P % each != 0,
         fmt::format("layer {}: expert-parallel groups of {} ranks over {} GPUs of {} ranks each; whole groups on a GPU, or whole GPUs in a group, it does", i,
                     layer.P, num_devices, each));
-    WB_CHECK(layer.P <= each || std::set<int>(options.devices.begin(), options.devices.end()).size() == options.devices.size(),
-             "layer {}: a group of {} ranks lies over several GPUs, of which one is named twice", i, layer.P);
+    WB_CHECK(layer.P <= each || !names_a_gpu_twice(options.devices), "layer {}: a group of {} ranks lies over several GPUs, of which one is named twice", i,
+             layer.P);
     (void)DeviceMoeLayer::arena_bytes(device_moe_config(config, layer, options), layer.P);
   }
 }
@@ -150,7 +152,7 @@ void DeviceLanguageModel::forward(const std::vector<model::TokenBatch>& ranks, c
   // Layer by layer over the GPUs: a GPU may wait inside a kernel for what another one's queue has not reached.
   for (std::size_t i = 0; i < config_.layers.size(); ++i) {
     for (const auto& part : parts_) part->attend(i);
-    for (const auto& part : parts_) part->feed_forward(i, options);
+    for (const auto& part : parts_) part->feed_forward(i, options), meet_on_one_gpu();
     if (parts_[0]->sums_counts(i, options)) {
       std::vector<const std::int32_t*> counts;
       for (const auto& part : parts_) part->add_counts_of_groups(i, counts);
@@ -164,7 +166,7 @@ void DeviceLanguageModel::forward(const std::vector<model::TokenBatch>& ranks, c
 
 void DeviceLanguageModel::backward(bool first_micro_batch) {
   for (std::size_t i = config_.layers.size(); i-- > 0;) {
-    for (const auto& part : parts_) part->feed_forward_backward(i, first_micro_batch);
+    for (const auto& part : parts_) part->feed_forward_backward(i, first_micro_batch), meet_on_one_gpu();
     for (const auto& part : parts_) part->attend_backward(i);
   }
   for (const auto& part : parts_) part->embed_backward();
@@ -199,6 +201,11 @@ void DeviceLanguageModel::queue_step(const Batches& batches, const DeviceUpdate&
   record(next_slot_);
   pending_.push_back({next_slot_, tokens});
   next_slot_ = (next_slot_ + 1) % slots_.size();
+}
+
+// Kernels that wait for ranks need their CTAs resident together: those of two parts may not run on one GPU at a time.
+void DeviceLanguageModel::meet_on_one_gpu() {
+  if (names_a_gpu_twice(options_.devices)) meet();
 }
 
 void DeviceLanguageModel::meet() {

@@ -22,7 +22,7 @@
 namespace waybill::cuda {
 
 struct DeviceModelOptions {
-  std::vector<int> devices{0};
+  std::vector<int> devices{0};     // one that is named twice plays two, in turns
   std::int64_t B = 1;              // sequences of a micro-batch on a rank, always that many (padded where fewer)
   std::int64_t micro_batches = 1;  // of a step
   int steps_in_flight = 1;         // most steps that are queued and not yet read
@@ -111,7 +111,8 @@ class DeviceLanguageModel {
   void backward(bool first_micro_batch);
   void reduce();
   void update(const DeviceUpdate& update, double loss_scale);
-  void meet();  // work queued later on any GPU waits for what was queued on all
+  void meet_on_one_gpu();  // for tests, which name a GPU twice
+  void meet();             // work queued later on any GPU waits for what was queued on all
   void record(std::size_t slot);
 
   ModelConfig config_;

@@ -41,7 +41,13 @@ const std::int32_t* DeviceMoeStep::global_counts(int index) const {
 std::uint32_t DeviceMoeStep::dense_map_reasons() const { return saved_->reasons; }
 
 DeviceMoeLayer::Impl::Impl(const MoeConfig& layer_config, const LocalRanks& launch, int device, const BookWindow& book, const DeviceMoeOptions& given)
-    : config(layer_config), options(given), where{DeviceType::kCuda, device}, P(launch.table.size * given.nodes), ranks(launch), side(device), beside(device) {
+    : config(layer_config),
+      options(decided(layer_config, launch.table.size * given.nodes, given)),
+      where{DeviceType::kCuda, device},
+      P(launch.table.size * given.nodes),
+      ranks(launch),
+      side(device),
+      beside(device) {
   const int rail_nodes = options.rail == nullptr ? 1 : options.rail->num_nodes(), per_node = launch.table.size;
   WB_CHECK(rail_nodes == options.nodes, "the layer was asked for {} nodes, its rail joins {}", options.nodes, rail_nodes);
   check_device_moe(config, P, options);

@@ -76,7 +76,7 @@ void check_device_moe(const MoeConfig& config, int P, const DeviceMoeOptions& gi
   check_device_recipe(config, P);
   refuse_if(given.exact_sizes && config.recipe.is_blocked(), "exact sizes under recipes of blocks");
   WB_CHECK(given.policy.combine_sms >= 0, "policy.combine_sms must not be negative, got {}", given.policy.combine_sms);
-  WB_CHECK(given.column_blocks >= 1, "column_blocks must be at least 1, got {}", given.column_blocks);
+  WB_CHECK(given.column_blocks >= 0, "column_blocks must not be negative, got {}", given.column_blocks);
   refuse_if(given.column_blocks > 1 && config.recipe.is_blocked(), "column_blocks under recipes of blocks");
   refuse_if(given.column_blocks > 1 && config.expert_bias, "column_blocks with expert biases");
   const std::uint32_t reasons = device_dense_reasons(config, given);

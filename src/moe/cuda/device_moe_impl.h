@@ -175,7 +175,6 @@ struct DeviceMoeLayer::Impl {
   // dW2 and dW1 read copies of the rows of d_out and x, block by block, or all of them through the list: that costs a matmul of short groups less than the
   // copies do (measured).
   bool copies_block_rows() const {
-    constexpr std::int64_t kShortGroup = 512;
     const DeviceMoePolicy::Rows rows = options.policy.gradient;
     return rows == DeviceMoePolicy::Rows::kPermute || (rows == DeviceMoePolicy::Rows::kAuto && config.T_max * config.K > kShortGroup * L);
   }

@@ -49,6 +49,15 @@ bool combines_beside(const MoeConfig& c, const DeviceMoeOptions& options) {
   return options.policy.combine_sms > 0 && options.nodes == 1 && !options.resend_rows && options.column_blocks == 1 && !is_taken;
 }
 
+DeviceMoeOptions decided(const MoeConfig& c, int P, DeviceMoeOptions options) {
+  constexpr std::int64_t kWideRow = 2048;
+  if (options.column_blocks != 0) return options;
+  const bool can = !c.recipe.is_blocked() && !c.expert_bias && is_home(c, {P, options.nodes}) && options.policy.combine_sms == 0;
+  const bool pays = options.exact_sizes && c.shared_F == 0 && c.row_width() >= kWideRow && c.T_max * c.K > kShortGroup * c.L(P);
+  options.column_blocks = can && pays ? 2 : 1;
+  return options;
+}
+
 std::int64_t y_columns(const MoeConfig& c, const DeviceMoeOptions& options) {
   const std::int64_t W = c.row_width(), blocks = options.column_blocks;
   return std::min(W, ((W + blocks - 1) / blocks + kLeastColumns - 1) / kLeastColumns * kLeastColumns);
@@ -156,8 +165,9 @@ int num_row_windows(const MoeConfig& config, const RankGroup& group, const Devic
   return config.recompute <= Recompute::kActivation ? options.num_steps : 1;
 }
 
-std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& options) {
-  check_device_moe(config, P, options);
+std::size_t DeviceMoeLayer::arena_bytes(const MoeConfig& config, int P, const DeviceMoeOptions& given) {
+  check_device_moe(config, P, given);
+  const DeviceMoeOptions options = decided(config, P, given);
   const RankGroup group{P, options.nodes};
   const int G = group.per_node();
   const ExchangeConfig exchange = windows_config(device_exchange_config(config), group);
@@ -205,7 +215,8 @@ std::size_t operations_bytes(const MoeConfig& c, std::int64_t S, int num_sms) {
   return std::max(kDenseWorkspaceBytes + gate, partials);  // one after the other (core/cuda/work_room.h)
 }
 
-DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& options, std::int64_t exact_slots, int num_sms) {
+DeviceMoeMemory DeviceMoeLayer::memory(const MoeConfig& config, int P, const DeviceMoeOptions& given, std::int64_t exact_slots, int num_sms) {
+  const DeviceMoeOptions options = decided(config, P, given);
   DeviceMoeMemory memory;
   memory.windows = arena_bytes(config, P, options);
   std::int64_t S = device_slots(config, P);

@@ -98,6 +98,10 @@ inline bool copies_x_beside(const MoeConfig& config, const DeviceMoeOptions& opt
   return combines_beside(config, options) && options.policy.gradient != DeviceMoePolicy::Rows::kGather && !config.recipe.is_blocked();
 }
 inline constexpr std::int64_t kLeastColumns = 64;  // of a block
+// Weights' gradients in blocks of columns read copies of the rows; of shorter groups, on average, a list.
+inline constexpr std::int64_t kShortGroup = 512;
+// The options with what they leave to policy decided.
+DeviceMoeOptions decided(const MoeConfig& config, int P, DeviceMoeOptions options);
 inline bool copies_whole_x(const MoeConfig& config, const DeviceMoeOptions& options) {
   return copies_x_beside(config, options) && (options.policy.whole_x || config.local_F() < kLeastColumns);
 }
