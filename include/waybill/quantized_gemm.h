@@ -61,8 +61,8 @@ struct QuantizedWgradArgs {
 };
 WB_API void quantized_gemm_wgrad(const QuantizedWgradArgs& args, Stream stream = {});
 
-// Bytes of workspace that a call needs on a GPU, 0 for fp8 and on the CPU: the larger operand's bf16 copy. Forward and dgrad take rows and groups
-// in parts that fit it, wgrad columns.
+// Bytes of workspace that a call needs on a GPU, 0 for fp8 and on the CPU: room for the larger operand's bf16 copy and some counts. Where a
+// kernel can, both operands pass through that room while they are multiplied; else forward and dgrad take rows and groups in parts that fit it, wgrad columns.
 WB_API std::size_t quantized_gemm_workspace(const QuantizedGemmArgs& args);
 WB_API std::size_t quantized_gemm_workspace(const QuantizedDgradArgs& args);
 WB_API std::size_t quantized_gemm_workspace(const QuantizedWgradArgs& args);

@@ -5,9 +5,11 @@
 
 #include <cmath>
 
+#include "core/cuda/graph.h"
 #include "cuda/quantize_harness.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/gemm/cuda/quantized_cuda.h"
+#include "ops/gemm/cuda/widened_run.h"
 
 namespace waybill::cuda {
 namespace {
@@ -168,6 +170,129 @@ TEST_F(QuantizedGemmCuda, WgradInPartsHasTheBitsOfTheWhole) {
       grouped_gemm_wgrad(plain, kStream);
       EXPECT_TRUE(dw.downloaded() == want.downloaded()) << to_string(dtype) << (accumulate ? " accumulated" : "");
       room.expect_whole();
+    }
+  }
+}
+
+// --- products that widen their operands beside themselves ---
+// Random codes of every value and scales, 0 and 255 among the bytes; NaN codes in a few rows only.
+struct RandomCodes {
+  QuantConfig config;
+  Pair codes, scales, group_scales;
+  RandomCodes(const QuantConfig& format, std::int64_t rows, std::int64_t columns, std::int64_t L, unsigned seed) : config(format) {
+    const bool is_e2m1 = format.element == ElementFormat::kE2M1;
+    codes = Pair(DType::kU8, {rows, is_e2m1 ? columns / 2 : columns}, false);
+    scales = Pair(DType::kU8, {max_block_rows(rows, L, format.block_rows), (columns + format.block_columns - 1) / format.block_columns}, false);
+    group_scales = Pair(DType::kF32, {L}, false);
+    std::mt19937 random(seed);
+    for (std::int64_t i = 0; i < codes.host.size(); ++i) {
+      auto& code = codes.host.as<std::uint8_t>()[i];
+      code = static_cast<std::uint8_t>(random() >> 9);
+      if (!is_e2m1 && (code & 0x7f) == 0x7f && i / columns % 97 != 5) code ^= 8;
+    }
+    for (std::int64_t i = 0; i < scales.host.size(); ++i) {
+      const unsigned draw = random() >> 8;
+      scales.host.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(is_e2m1 ? draw % 0x7f : (draw % 512 == 0 ? 0 : (draw % 4096 == 1 ? 255 : 118 + draw % 16)));
+    }
+    for (std::int64_t g = 0; g < L; ++g) group_scales.host.as<float>()[g] = 0.25f + static_cast<float>(random() % 1000);
+    codes.upload(), scales.upload(), group_scales.upload();
+  }
+  QuantizedView q() const { return {codes.gpu(), scales.gpu(), config.scale == ScaleFormat::kE4M3 ? group_scales.gpu() : TensorView{}, {}, {}}; }
+  Pair widened(const Pair& offs, std::int64_t columns) const {
+    Pair wide(DType::kBF16, {codes.host.dim(0), columns}, false);
+    wide.memory.fill(0);
+    dequantize(config, q(), offs.gpu(), wide.gpu(), kStream);
+    return wide;
+  }
+};
+
+Pair group_starts(std::int64_t L, std::int64_t outer) {
+  std::vector<std::int32_t> values;
+  for (std::int64_t g = 0; g <= L; ++g) values.push_back(static_cast<std::int32_t>(g * outer));
+  return offsets(values);
+}
+
+bool is_hopper() {
+  int major = 0;
+  WB_TRY_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  return major == 9;
+}
+
+// elements: of both rings together, so that slots are used again; the second load goes through the graph of the first.
+struct BesideCase {
+  std::vector<int> counts, again;
+  std::int64_t n, k, elements;
+};
+const BesideCase kBeside[] = {
+    {{300}, {17}, 512, 512, 1 << 20},
+    {{0, 1, 129, 256, 514, 0, 2100, 17, 1983}, {5000, 0, 0, 0, 0, 0, 0, 0, 0}, 1000, 1024, 16 << 20},
+    {{1000, 8000, 100, 2900, 0, 8000, 1, 3999, 0, 0, 100, 1900},
+     {0, 20000, 0, 0, 0, 0, 0, 0, 0, 6000, 0, 0},
+     2048,
+     256,
+     4300000},  // 4 slots of weights, 32 of rows
+    {{1000, 0, 0, 0, 1000, 0, 0, 0, 1000, 0, 0, 1000}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, 2048, 256, 4300000},
+    {{9000, 20000}, {29000, 0}, 256, 256, 3000000},  // one column of tiles: clusters are many blocks apart
+};
+
+TEST_F(QuantizedGemmCuda, WidensRowsAndWeightsBesideTheProduct) {
+  if (!is_hopper()) GTEST_SKIP() << "needs compute capability 9.0";
+  for (const QuantConfig& format : {mxfp8_rows(), nvfp4_rows()}) {
+    for (const BesideCase& c : kBeside) {
+      const auto L = static_cast<std::int64_t>(c.counts.size());
+      const std::int64_t S = std::max(offsets_of(c.counts).back(), offsets_of(c.again).back()) + 3;
+      const Pair offs = offsets(offsets_of(c.counts)), starts = group_starts(L, c.n);
+      const RandomCodes rows(format, S, c.k, L, 1), weights(format, L * c.n, c.k, L, 2);
+      const Pair wide_weights = weights.widened(starts, c.k);
+      const Pair y(DType::kBF16, {S, c.n}), want(DType::kBF16, {S, c.n}), bias(DType::kF32, {L, c.n}, false);
+      for (std::int64_t i = 0; i < L * c.n; ++i) bias.host.as<float>()[i] = static_cast<float>(i % 13) - 6.0f;
+      bias.upload();
+      const DeviceBuffer rings(static_cast<std::size_t>(c.elements) * 2), room(static_cast<std::size_t>(detail::widened_room(S, L, c.n).words) * 4);
+      const DeviceStatus status;
+      const WidenedProblem p{L,
+                             S,
+                             c.n,
+                             c.k,
+                             format,
+                             format,
+                             rows.q(),
+                             weights.q(),
+                             static_cast<const std::int32_t*>(offs.gpu().data),
+                             bias.memory.as<float>(),
+                             y.memory.data(),
+                             status.device_ptr(),
+                             rings.data(),
+                             c.elements,
+                             room.as<std::int32_t>()};
+      ASSERT_EQ(refuse_widened(p, 0), "");
+      const CudaStream stream;
+      rings.fill(0xff), room.fill(0x7f);
+      WB_TRY_CUDA(cudaDeviceSynchronize());
+      run_widened(p, {}, 0, stream.get());  // what it keeps is made outside of a capture
+      stream.synchronize();
+      const GraphExec graph = GraphExec::capture(stream, [&](cudaStream_t s) { run_widened(p, {}, 0, s); });
+      for (const std::vector<int>& counts : {c.counts, c.again}) {
+        const std::vector<std::int32_t> values = offsets_of(counts);
+        offs.memory.upload(values.data(), values.size() * 4);
+        const Pair wide_rows = rows.widened(offs, c.k);
+        TensorView w(wide_weights.memory.data(), DType::kBF16, {L, c.n, c.k});
+        w.device = kGpu;
+        GroupedGemmArgs plain;
+        plain.a = wide_rows.gpu(), plain.weights = w, plain.offsets = offs.gpu(), plain.y = want.gpu(), plain.bias = bias.gpu();
+        want.memory.fill(kPoison), y.memory.fill(kPoison);
+        grouped_gemm(plain, kStream);
+        WB_TRY_CUDA(cudaDeviceSynchronize());
+        for (int turn = 0; turn < 2; ++turn) {
+          graph.launch(stream), stream.synchronize();
+          ASSERT_TRUE(y.downloaded() == want.downloaded())
+              << (format.element == ElementFormat::kE2M1 ? "nvfp4" : "mxfp8") << " n " << c.n << " k " << c.k << " turn " << turn;
+        }
+      }
+      EXPECT_EQ(status.read(stream).flags, 0u);
+      const std::vector<std::int32_t> broken(static_cast<std::size_t>(L) + 1, static_cast<std::int32_t>(S + 5));
+      offs.memory.upload(broken.data(), broken.size() * 4);
+      graph.launch(stream), stream.synchronize();
+      EXPECT_NE(status.read(stream).flags & kStatusBadOffsets, 0u);
     }
   }
 }

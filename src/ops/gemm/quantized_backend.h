@@ -19,11 +19,14 @@ inline bool is_fp8_wgrad(const QuantConfig& a, const QuantConfig& dy) {
   return has_fp32_scales(a) && has_fp32_scales(dy) && has_blocks(a, 128, 1) && has_blocks(dy, 128, 1);
 }
 
-// Rows [S, row_width] and weights [L, group_elements] as bf16, in row_parts x group_parts products whose parts fit the larger operand's copy.
+// Rows [S, row_width] and weights [L, group_elements] as bf16, in row_parts x group_parts products whose parts fit the larger operand's copy, or in
+// one product that widens both beside itself, whose counts are at progress_offset (widened_room.h).
 struct WidePlan {
   std::int64_t row_parts = 1, group_parts = 1;
   std::int64_t part_rows = 0, part_groups = 0;
-  std::size_t row_offset = 0, weight_offset = 0, offsets_offset = 0, firsts_offset = 0, bytes = 0;
+  std::size_t row_offset = 0, weight_offset = 0, offsets_offset = 0, firsts_offset = 0, progress_offset = 0, bytes = 0;
+  // Elements of both copies together, from row_offset on.
+  std::int64_t wide_elements() const { return static_cast<std::int64_t>(offsets_offset - row_offset) / 2; }
 };
 WidePlan plan_wide(std::int64_t S, std::int64_t row_width, std::int64_t L, std::int64_t group_elements);
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "ops/gemm/quantized_backend.h"
+#include "ops/gemm/widened_room.h"
 
 namespace waybill {
 namespace detail {
@@ -35,6 +36,8 @@ WidePlan plan_wide(std::int64_t S, std::int64_t row_width, std::int64_t L, std::
   best.weight_offset = plan.book("weights as bf16", static_cast<std::size_t>(best.part_groups * group_elements) * 2);
   best.offsets_offset = plan.book("offsets of a part", static_cast<std::size_t>(best.part_groups + 1) * 4);
   best.firsts_offset = plan.book("first rows of weights", static_cast<std::size_t>(best.part_groups + 1) * 4);
+  const WidenedRoom progress = widened_room(S, L, up(group_elements, std::max<std::int64_t>(row_width, 1)));
+  best.progress_offset = plan.book("counts of a product that widens its operands", static_cast<std::size_t>(progress.words) * 4);
   best.bytes = plan.total_bytes();
   return best;
 }

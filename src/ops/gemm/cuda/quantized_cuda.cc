@@ -10,6 +10,7 @@
 #include "ops/gemm/cuda/fp8_run.h"
 #include "ops/gemm/cuda/gemm_cuda.h"
 #include "ops/gemm/cuda/part_offsets.h"
+#include "ops/gemm/cuda/widened_run.h"
 #include "ops/gemm/quantized_backend.h"
 
 namespace waybill::cuda {
@@ -139,6 +140,27 @@ void widen_weights(const char* op, const QuantizedOperand& w, std::int64_t first
   dequantize(w.config, part, firsts, flat, stream);
 }
 
+// The product that widens both operands beside itself (widened_sm90.cuh); false: it cannot take them, and nothing was queued. The weights' rows are as long as
+// those of `rows`: the contraction is innermost.
+bool multiply_beside(const char* op, const QuantizedOperand& rows, const QuantizedOperand& weights, const TensorView& offsets, const TensorView& d,
+                     const TensorView& bias, const GroupedShape& s, std::int64_t n, std::int64_t k, const Workspace& workspace, StatusWord* status,
+                     Stream stream) {
+  if (d.dtype != DType::kBF16 || s.S == 0 || s.L == 0) return false;
+  const int device = stream.device.index;
+  const DeviceGuard guard(device);
+  const detail::WidePlan plan = detail::plan_wide(s.S, k, s.L, n * k);
+  check_workspace(op, workspace, plan.bytes);
+  auto* base = static_cast<std::byte*>(workspace.data());
+  WidenedProblem p{};
+  p.groups = s.L, p.rows = std::min(s.S, rows.q.scales.shape[0]), p.n = n, p.k = k, p.row_config = rows.config, p.weight_config = weights.config;
+  p.coded_rows = rows.q, p.coded_weights = weights.q, p.offsets = offsets_of(offsets), p.bias = static_cast<const float*>(bias ? bias.data : nullptr);
+  p.d = d.data, p.status = status, p.wide = base + plan.row_offset, p.wide_elements = plan.wide_elements();
+  p.room = reinterpret_cast<std::int32_t*>(base + plan.progress_offset);
+  if (!refuse_widened(p, device).empty()) return false;
+  run_widened(p, {}, device, static_cast<cudaStream_t>(stream.native));
+  return true;
+}
+
 // Calls multiply(rows' copy, weights' copy, offsets, row0, rows, first group, groups) for every part.
 template <class Multiply>
 void in_parts(const char* op, const QuantizedOperand& rows, const QuantizedOperand& weights, const TensorView& offsets, const GroupedShape& s,
@@ -179,6 +201,7 @@ void forward(const QuantizedGemmArgs& args, const GroupedShape& s, Stream stream
   if (detail::is_fp8_product(args.a.config, args.weights.config)) {
     return multiply_fp8({op, args.a, args.weights, args.offsets, args.y, args.bias, lnc, args.accumulate, s.N, s.C, args.status}, s, stream);
   }
+  if (lnc && multiply_beside(op, args.a, args.weights, args.offsets, args.y, args.bias, s, s.N, s.C, args.workspace, args.status, stream)) return;
   in_parts(op, args.a, args.weights, args.offsets, s, s.C, lnc ? s.N : s.C, lnc ? s.C : s.N, args.workspace, args.status, stream,
            [&](const TensorView& a, const TensorView& w, const TensorView& offsets, std::int64_t row0, std::int64_t rows, std::int64_t g, std::int64_t groups) {
              GroupedGemmArgs wide;
@@ -196,6 +219,7 @@ void dgrad(const QuantizedDgradArgs& args, const GroupedShape& s, Stream stream)
     const TensorView no_bias;
     return multiply_fp8({op, args.dy, args.weights, args.offsets, args.da, no_bias, !lnc, args.accumulate, s.C, s.N, args.status}, s, stream);
   }
+  if (!lnc && multiply_beside(op, args.dy, args.weights, args.offsets, args.da, {}, s, s.C, s.N, args.workspace, args.status, stream)) return;
   in_parts(op, args.dy, args.weights, args.offsets, s, s.N, lnc ? s.N : s.C, lnc ? s.C : s.N, args.workspace, args.status, stream,
            [&](const TensorView& dy, const TensorView& w, const TensorView& offsets, std::int64_t row0, std::int64_t rows, std::int64_t, std::int64_t) {
              GroupedGemmDgradArgs wide;

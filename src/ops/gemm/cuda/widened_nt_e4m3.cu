@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/gemm/cuda/widened_sm90.cuh"
+
+namespace waybill::cuda {
+
+const void* widened_nt_e4m3() { return reinterpret_cast<const void*>(widened_gemm_sm90<WidenedConfig, ElementFormat::kE4M3>); }
+
+}  // namespace waybill::cuda
