@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time that waybill.torch.MoE adds on a GPU: forward + backward in eager mode of a block of one token and 2 x 8 x 8 experts, and what it consists of.
 
-  python3 bench/peers/torch_host.py [--cores 4,1,0] [--rounds 3] [--graphed] [--json FILE]
+  python3 bench/peers/torch_host.py [--cores 4,1,0] [--rounds 3] [--graphed] [--settings] [--json FILE]
 
 Medians of 1,000 (--calls) calls a round, all kinds of calls taking turns; the device is waited for after every 10 turns.
   builtin, ctypes  torch.autograd.grad(block(x), (x, *parameters), d_out), with the functions of libwaybill_torch.so and with the pointers set by ctypes
@@ -17,6 +17,8 @@ Medians of 1,000 (--calls) calls a round, all kinds of calls taking turns; the d
 added = call - library - empty node. Of that, "bare node - empty node" is what any binding pays that saves and allocates those tensors around those calls (code
 of PyTorch's that finds its caches full of the driver's, a thread that wakes up late), the rest is this binding's.
 "in this thread": the same with torch.autograd.set_multithreading_enabled(False), where backward runs in the calling thread.
+
+--settings: instead, blocks with other parameters, recipes and calls, each beside an empty node of as many inputs: call, library, empty, added.
 
 --cores: the process stays on so many of the cores on which a loop runs fastest at the start (0: on all), one run for each number, in processes of their own.
 """
@@ -130,6 +132,89 @@ def make_calls(torch, timed, waits, with_graphed):
     return calls, forms, graph
 
 
+def settings(torch, timed):
+    """{name: (call, empty node)}: forward + backward, but for the evaluation."""
+    import waybill.torch as wbt
+    from torch_moe import Nothing
+    from waybill.torch import _device
+
+    one = torch.ones((), device="cuda")
+
+    def make(trains_x=True, evaluates=False, recipe="bf16", scale=1.0, call=lambda block, x: block(x), H=8, **config):
+        block = wbt.MoE(wbt.MoeConfig(H=H, F=H, router=wbt.RouterConfig(E=2, K=1, aux_coefficient=config.pop("aux", 0)), recipe=recipe, **config),
+                        device="cuda", dtype=torch.bfloat16)  # fmt: skip
+        block.loss_scale = scale
+        if config.get("expert_bias"):
+            for bias in (block.experts.gate_up_proj_bias, block.experts.down_proj_bias):
+                bias.data = bias.data.float()
+        x, d_out = (torch.randn(1, H, device="cuda").bfloat16() for _ in range(2))
+        x.requires_grad_(trains_x)
+        given = tuple(block.parameters())
+        wanted = (x, *given) if trains_x else given
+        if evaluates:
+            return torch.no_grad()(lambda: call(block, x)), torch.no_grad()(lambda: Nothing.apply(x, *given))
+        return (lambda: torch.autograd.grad(call(block, x), wanted, d_out),
+                lambda: torch.autograd.grad(Nothing.apply(x, *given), x if trains_x else given[0], d_out, allow_unused=True))  # fmt: skip
+
+    result = {
+        "module": make(),
+        "x without gradient": make(trains_x=False),
+        "evaluation (no_grad)": make(evaluates=True),
+        "with a loss, loss_scale 0.5": make(aux=0.1, scale=0.5),
+        "router bias, latent width": make(router_bias=True, latent=8),
+        "expert biases, float32": make(expert_bias=True),
+        "shared expert": make(shared_F=8),
+        "fp8": make(recipe="fp8", H=128),
+        "mxfp8": make(recipe="mxfp8", H=128),
+        "nvfp4": make(recipe="nvfp4", H=128),
+        "return_stats (custom op)": make(call=lambda block, x: block(x, return_stats=True)[0]),
+        "padding mask (custom op)": make(call=lambda block, x, mask=torch.zeros(1, dtype=torch.bool, device="cuda"): block(x, mask)),
+        "rounding seed (custom op)": make(recipe="mxfp8", H=128, call=lambda block, x, seed=one.long(): block(x, rounding_seed=seed)),
+    }
+    refused = {}
+    for name, calls in list(result.items()):
+        try:
+            [call() for call in calls]
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            refused[name] = str(error)
+            del result[name]
+    for layer in _device._layers.values():  # of the custom op
+        functions = timed.functions()
+        for form in ("forward", "backward"):
+            function = getattr(functions, f"wb_device_moe_{form}")
+            function.argtypes = getattr(layer, f"{form}_function").argtypes
+            setattr(layer, f"{form}_function", function)
+    return result, refused
+
+
+def measure_settings(torch, timed, count):
+    from waybill.torch import _plain
+
+    _plain.library = timed.functions
+    result, (kinds, refused) = {}, settings(torch, timed)
+    for name, (call, empty) in kinds.items():
+        times = {"call": [], "empty": [], "library": [], "left": []}
+        for number in range(count + 100):
+            for form, function in (("call", call), ("empty", empty)):
+                before, begin = timed.nanoseconds, time.perf_counter()
+                function()
+                spent = time.perf_counter() - begin
+                if number >= 100:
+                    times[form].append(spent)
+                    if form == "call":
+                        library = (timed.nanoseconds - before) * 1e-9
+                        times["library"].append(library)
+                        times["left"].append(spent - library)
+            if number % 10 == 9:
+                torch.cuda.synchronize()
+        us = {form: statistics.median(values) * 1e6 for form, values in times.items()}
+        result[name] = us | {"added": us["left"] - us["empty"]}
+        print(f"| {name} | {us['call']:.1f} | {us['library']:.1f} | {us['empty']:.1f} | {result[name]['added']:.1f} |", flush=True)
+    for name, reason in refused.items():
+        print(f"| {name} | not run: {reason} |")
+    return result
+
+
 def measure(torch, calls, forms, timed, waits, count):
     times = {name: [] for name in calls}
     inside, without = ({form: [] for form in forms} for _ in range(2))
@@ -159,13 +244,17 @@ def measure(torch, calls, forms, timed, waits, count):
     return result
 
 
-def run(number_of_cores, rounds, count, with_graphed):
+def run(number_of_cores, rounds, count, with_graphed, with_settings):
     chosen, best, worst = cores.take_quiet(number_of_cores)
     timed, waits = timed_library.Timed(), [0, 0]
     import torch
 
     if not torch.cuda.is_available():
         sys.exit(f"PyTorch {torch.__version__} finds no CUDA device (a GPU, its driver and a build of PyTorch with CUDA are needed)")
+    if with_settings:
+        print(f"PyTorch {torch.__version__}; cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
+        print("| setting | call | library | empty node | added |")
+        return {"torch": torch.__version__, "cores": chosen, "loop_us": [best, worst], "settings": measure_settings(torch, timed, count)}
     calls, forms, graph = make_calls(torch, timed, waits, with_graphed)
     print(f"PyTorch {torch.__version__}; cores {chosen}, a loop takes {best:.0f} us there and up to {worst:.0f} on others", flush=True)
     record = {"torch": torch.__version__, "cores": chosen, "loop_us": [best, worst], "rounds": []}
@@ -192,16 +281,17 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--graphed", action="store_true")
+    parser.add_argument("--settings", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     if len(args.cores) == 1:
-        records = [run(args.cores[0], args.rounds, args.calls, args.graphed)]
+        records = [run(args.cores[0], args.rounds, args.calls, args.graphed, args.settings)]
     else:
         records = []
         for number in args.cores:
             with tempfile.NamedTemporaryFile() as file:
                 subprocess.run([sys.executable, __file__, "--cores", str(number), "--rounds", str(args.rounds), "--calls", str(args.calls), "--json", file.name,
-                                *["--graphed"] * args.graphed], check=True)  # fmt: skip
+                                *["--graphed"] * args.graphed, *["--settings"] * args.settings], check=True)  # fmt: skip
                 records += json.load(file)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

@@ -184,7 +184,7 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        return d_out, None, None, None
+        return d_out, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def captured(block, parameters, x, d_out):

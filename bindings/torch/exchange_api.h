@@ -16,7 +16,20 @@ PyObject* PyLong_FromLong(long value);
 PyObject* PyTuple_New(std::intptr_t size);
 PyObject* PyTuple_GetItem(PyObject* tuple, std::intptr_t index);              // borrowed
 int PyTuple_SetItem(PyObject* tuple, std::intptr_t index, PyObject* object);  // takes object
-PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);              // arguments up to a null
+std::intptr_t PyTuple_Size(PyObject* tuple);
+PyObject* PyObject_Call(PyObject* callable, PyObject* arguments, PyObject* named);
+PyObject* PyObject_CallNoArgs(PyObject* callable);
+PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);  // arguments up to a null
+PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+PyObject* PyObject_GetAttrString(PyObject* object, const char* name);
+int PyObject_SetAttr(PyObject* object, PyObject* name, PyObject* value);
+PyObject* PyObject_GenericGetDict(PyObject* object, void* context);
+int PyObject_IsTrue(PyObject* object);
+PyObject* PyDict_GetItemWithError(PyObject* dict, PyObject* key);  // borrowed
+int PyDict_Contains(PyObject* dict, PyObject* key);
+std::intptr_t PyDict_Size(PyObject* dict);
+PyObject* PyErr_Occurred();  // borrowed
+PyObject* PyObject_Type(PyObject* object);
 void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 void PyErr_Clear();
 int PyErr_BadArgument();
@@ -32,6 +45,8 @@ struct PyMethodDef {
 };
 
 }  // extern "C"
+
+#define WBT_EXPORT __attribute__((visibility("default")))
 
 namespace waybill::torch {
 

@@ -40,7 +40,7 @@ def _backward(layer, parameters, gradients, x, d_out, dx, options, saved, weight
 class Layer:
     """As _device.Layer, on the CPU."""
 
-    device, saved_bytes = -1, 256
+    device, saved_bytes, has_losses = -1, 256, False
 
     def __init__(self, config):
         self.config, self.core = config, types.SimpleNamespace(handle=c.c_void_p(8))
@@ -48,6 +48,9 @@ class Layer:
 
     def check_rows(self, T):
         pass
+
+    def constant(self, scale):
+        return torch.full((3,), scale)
 
     def new_options(self, training):
         return _abi.MoeForwardOptions(struct_size=c.sizeof(_abi.MoeForwardOptions), training=training)
@@ -72,6 +75,10 @@ def form(request, monkeypatch):
 
 
 def make(form, dims=(3, 8), **config):
+    return make_block(form, dims, **config)[1:]
+
+
+def make_block(form, dims=(3, 8), **config):
     block = wbt.MoE(wbt.MoeConfig(H=8, F=16, router=wbt.RouterConfig(E=4, K=2), recipe="bf16", **config), dtype=torch.bfloat16)
     x = torch.randn(*dims).bfloat16().requires_grad_()
     tensors = block._tensors()
@@ -79,7 +86,14 @@ def make(form, dims=(3, 8), **config):
         tensors[name].data = tensors[name].data.float()  # as the layer takes them
     calls = _plain.Calls(Layer(block.config), tuple(tensors), tuple(tensors.values()), x)
     assert (calls.fast is not None) == (form == "builtin")
-    return calls, x, tensors
+    block._cuda_calls[x.shape] = calls
+    return block, calls, x, tensors
+
+
+def apply(x, calls, *tensors, scale=1.0):
+    out = calls.step(calls.states[scale], x, *tensors)
+    assert out is not None
+    return out
 
 
 def pointers(tensors):
@@ -91,7 +105,7 @@ def pointers(tensors):
 def test_each_pointer_reaches_its_field(form, dims, config):
     calls, x, tensors = make(form, dims, **config)
     assert calls.accept(x, *tensors.values())
-    out = _plain.Block.apply(x, calls, 1.0, *tensors.values())
+    out = apply(x, calls, *tensors.values())
     seen = SEEN["forward"]
     saved = out.grad_fn.saved_tensors[1]
     assert seen == {**pointers(tensors), "x": x.data_ptr(), "rows": (x.numel() // 8, 8), "out": out.data_ptr(), "saved": saved.data_ptr(), "training": 1}
@@ -116,10 +130,10 @@ def test_a_cotangent_of_another_layout_is_copied(form):
     calls, x, tensors = make(form)
     ones = torch.ones(3, 8, dtype=torch.bfloat16)
     strided = torch.stack([ones, ones * 2], -1)[..., 0]
-    out = _plain.Block.apply(x, calls, 1.0, *tensors.values())
+    out = apply(x, calls, *tensors.values())
     torch.autograd.grad(out, x, strided)
     assert SEEN["backward"]["d_out"] != strided.data_ptr() and SEEN["d_out"] == bytes.fromhex("803f") * 24
-    _plain.Block.apply(x, calls, 1.0, *tensors.values()).sum().backward()  # expanded from one value
+    apply(x, calls, *tensors.values()).sum().backward()  # expanded from one value
     assert SEEN["d_out"] == bytes.fromhex("803f") * 24 and tensors["w1"].grad is not None
 
 
@@ -141,9 +155,9 @@ def test_a_failed_call_raises_the_librarys_text(form):
     calls, x, tensors = make(form)
     STATUS["forward"] = _abi.INVALID_ARGUMENT
     with pytest.raises(ValueError):
-        _plain.Block.apply(x, calls, 1.0, *tensors.values())
+        apply(x, calls, *tensors.values())
     STATUS.update(forward=0, backward=_abi.OUT_OF_MEMORY)
-    out = _plain.Block.apply(x, calls, 1.0, *tensors.values())
+    out = apply(x, calls, *tensors.values())
     with pytest.raises(MemoryError):
         out.backward(torch.ones_like(out))
 
@@ -153,7 +167,7 @@ def test_calls_keep_no_reference(form):
     given, objects = tuple(tensors.values()), (None, torch.empty_like, calls.bytes, x, *tensors.values())
 
     def step():
-        out = _plain.Block.apply(x, calls, 1.0, *given)
+        out = apply(x, calls, *given)
         torch.autograd.grad(out, [x, tensors["w1"]], torch.ones_like(out))
         _plain.evaluate(x, calls, given)
 
@@ -168,13 +182,91 @@ def test_calls_keep_no_reference(form):
     assert max(grown) < 100, grown
 
 
+def test_a_loss_scale_becomes_weights_of_the_backward(form):
+    calls, x, tensors = make(form)
+    calls.layer.has_losses = True
+    for scale, wanted in ((1.0, None), (0.5, [0.5] * 3), (0.0, [0.0] * 3)):
+        kept = []
+        calls.layer.constant = lambda value, kept=kept: kept.append(torch.full((3,), value)) or kept[0]
+        calls.states.clear()
+        torch.autograd.grad(apply(x, calls, *tensors.values(), scale=scale), x, torch.ones(3, 8).bfloat16())
+        assert SEEN["backward"]["weights"] == (kept[0].data_ptr() if kept else None) and [t.tolist() for t in kept] == ([wanted] if wanted else [])
+
+
+def test_autograd_finds_what_it_always_does(form):
+    """Saved tensors go through hooks, changes of them and a second backward are errors, second derivatives are refused when they are asked for."""
+    calls, x, tensors = make(form)
+    ones, given = torch.ones(3, 8).bfloat16(), tuple(tensors.values())
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or len(packed) - 1, lambda index: packed[index].clone()):
+        out = apply(x, calls, *given)
+    torch.autograd.grad(out, x, ones, retain_graph=True)
+    assert len(packed) == 5 and SEEN["backward"]["w1"] != given[1].data_ptr()
+    out = apply(x, calls, *given)
+    torch.autograd.grad(out, x, ones)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, x, ones)
+    leaf = x * 1
+    out = apply(leaf, calls, *given)
+    with torch.no_grad():
+        leaf.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        torch.autograd.grad(out, x, ones)
+    d_out = ones.clone().requires_grad_()
+    (first,) = torch.autograd.grad(apply(x, calls, *given), x, d_out, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_the_module_calls_what_is_plain_at_once(form, monkeypatch):
+    block, calls, x, tensors = make_block(form)
+    slow = []
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda self, *args, **kwargs: slow.append(args) or self.forward(*args, **kwargs))
+
+    def path(call=lambda: block(x)):
+        SEEN.clear(), slow.clear()
+        try:
+            out = call()
+        except AttributeError:  # of the custom op's way, which this layer of the test's does not have
+            out = None
+        return "nn.Module" if slow else "at once", out
+
+    plain = "at once" if form == "builtin" else "nn.Module"
+    assert path()[0] == "nn.Module" and path()[0] == plain
+    out = path()[1]
+    assert SEEN["forward"]["training"] == 1 and SEEN["forward"]["w1"] == tensors["w1"].data_ptr() and out.grad_fn is not None
+    block.experts.down_proj = torch.nn.Parameter(torch.zeros_like(block.experts.down_proj))
+    assert path()[0] == plain and SEEN["forward"]["w2"] == block.experts.down_proj.data_ptr()
+    with torch.no_grad():
+        assert path()[0] == plain and SEEN["forward"]["training"] == 0
+    block.eval()
+    assert path()[0] == "nn.Module" and path()[0] == plain and path()[1].grad_fn is not None  # the loss scale of an evaluation is 0: another state
+    block.train()
+    for hooks in (block.register_forward_hook, block.register_forward_pre_hook, block.register_full_backward_hook,
+                  torch.nn.modules.module.register_module_forward_hook, torch.nn.modules.module.register_module_full_backward_hook):  # fmt: skip
+        handle = hooks(lambda *_: None)
+        assert path()[0] == "nn.Module"
+        handle.remove()
+        assert path()[0] == plain
+    block.forward = block.forward
+    assert path()[0] == "nn.Module"
+    del block.forward
+    other = x.detach()[:2].clone().requires_grad_()
+    assert path(lambda: block(other))[0] == "nn.Module" and path()[0] == plain
+    assert path(lambda: block(x, None))[0] == "nn.Module"
+    slow.clear()
+    with pytest.raises(RuntimeError, match="Batching rule"):  # the custom op's: a transform is not for a plain call
+        torch.func.vmap(block)(torch.stack([x, x]).detach())
+    assert slow
+
+
 def test_float32_is_narrowed_for_the_layer(form):
     if form == "builtin":
         pytest.skip("float32 is the other form's")
     block = wbt.MoE(wbt.MoeConfig(H=8, F=16, router=wbt.RouterConfig(E=4, K=2), recipe="bf16"))
     x, tensors = torch.randn(3, 8, requires_grad=True), block._tensors()
     calls = _plain.Calls(Layer(block.config), tuple(tensors), tuple(tensors.values()), x)
-    out = _plain.Block.apply(x, calls, 1.0, *tensors.values())
+    out = apply(x, calls, *tensors.values())
     assert out.dtype is torch.float32 and SEEN["forward"]["w1"] != tensors["w1"].data_ptr()
     out.sum().backward()
     assert SEEN["backward"]["d_w1"] == tensors["w1"].grad.data_ptr() and x.grad.dtype is torch.float32

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd.function import once_differentiable
 
 from .. import _abi
@@ -19,7 +20,7 @@ from .._library import check, library
 from . import _device, _fast
 
 _BF16 = torch.bfloat16
-_cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a build of PyTorch without CUDA has none
+_cuda_getCurrentRawStream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a build of PyTorch without CUDA has none
 _OTHER_LAYOUT = -1  # status of a backward whose d_out is not contiguous bfloat16
 
 
@@ -31,8 +32,10 @@ def _data(owner: Any) -> Any:
 class Calls:
     """The calls of a layer with an x and parameters like these.
 
-    accept(x, *parameters): whether all is as it was. train(x, *parameters) -> (out, saved), evaluate(x, *parameters) -> out,
-    gradients((x, saved, *parameters), d_out[, loss weights]) -> what the node's backward returns; all of them the wb_status of a call that failed.
+    step(state, x, *parameters) -> out, recorded by autograd where it has to be; None where the call is not plain or not as it was. state:
+    states[loss scale]. It is made of accept(x, *parameters): whether all is as it was; train(x, *parameters) -> (out, saved),
+    evaluate(x, *parameters) -> out, gradients((x, saved, *parameters), d_out[, loss weights]) -> what the node's backward returns; these three return
+    the wb_status of a call that failed.
     The functions of libwaybill_torch.so where it and PyTorch allow it, else those below, which cost more of the host's time.
     """
 
@@ -77,10 +80,18 @@ class Calls:
         self._out, self._out_alone, self._to, self._from = _data(trained.out), _data(evaluated.out), _data(trained.saved), _data(saved)
         self.fast = None
         if not self._converts:
-            self.fast = _fast.bind(layer, self._forward, self._backward, names, parameters, gradients, rows, saved, trained, evaluated, options,
-                                   streams[0], x.shape)  # fmt: skip
+            self.fast = _fast.bind(layer, FastBlock, self._forward, self._backward, names, tensors, parameters, gradients, rows, saved, trained, evaluated,
+                                   options, streams[0], x)  # fmt: skip
         if self.fast is not None:
-            self.accept, self.train, self.evaluate, self.gradients = self.fast.functions  # type: ignore[method-assign]
+            self.accept, self.train, self.evaluate, self.gradients, self.step = self.fast.functions  # type: ignore[method-assign]
+        self.states = States(self)
+
+    def step(self, state: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> Tensor | None:
+        if type(x) is not Tensor or _are_functorch_transforms_active() or _len_torch_dispatch_stack() or not self.accept(x, *tensors):
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or any([tensor.requires_grad for tensor in tensors])):
+            return Block.apply(x, state, *tensors)  # type: ignore[no-any-return]
+        return evaluate(x, self, tensors)
 
     def accept(self, x: Tensor, *tensors: Tensor) -> Any:
         if x.dtype is not self.dtype or x.shape != self.shape or not x.is_contiguous() or x.data_ptr() % 16 or x.get_device() != self.device:
@@ -129,7 +140,7 @@ class Calls:
             for target, tensor in zip(self._weights_again, narrow):
                 target.value = tensor.data_ptr()
             for target, total in zip(self._sums, sums):
-                if total is not None:
+                if target is not None and total is not None:
                     target.value = total.data_ptr()
             self._x_again.value, self._d_out.value, self._dx.value, self._from.value = x.data_ptr(), d_out.data_ptr(), dx.data_ptr(), saved.data_ptr()
             self._streams[1].value = _cuda_getCurrentRawStream(self.device)
@@ -140,32 +151,47 @@ class Calls:
             status = int(self._backward(*self._both, factors, self._back_stream))
         if status:
             return status
-        return (dx, None, None, *[total.to(tensor.dtype) if total is not None else None for tensor, total in zip(tensors, sums)])
+        return (dx, None, *[total.to(tensor.dtype) if total is not None else None for tensor, total in zip(tensors, sums)])
 
-    def loss_weights(self, scale: float) -> tuple[Tensor, ...]:
-        weights = self.layer.constant(scale)
-        return () if weights is None else (weights,)
+    def loss_weights(self, scale: float) -> Tensor | None:
+        return self.layer.constant(scale)
+
+
+class States(dict[float, tuple[Any, ...]]):
+    """By loss scale: what a node keeps beside its tensors, (calls, loss scale, plan, None or function(loss scale) -> loss weights)."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __missing__(self, scale: float) -> tuple[Any, ...]:
+        calls = self._calls
+        if len(self) >= 64:  # a scale of every step's own
+            self.clear()
+        plan = calls.fast.capsule if calls.fast is not None else None
+        state = self[scale] = calls, scale, plan, None if scale == 1.0 or not calls.layer.has_losses else calls.loss_weights
+        return state
 
 
 class Block(torch.autograd.Function):
-    """x [..., H], parameters -> out; the backward adds loss_scale times the gradient of the losses."""
+    """x [..., H], a state, parameters -> out; the backward adds the state's loss scale times the gradient of the losses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, calls: Calls, loss_scale: float, *tensors: Tensor) -> Tensor:
-        result = calls.train(x, *tensors)
+    def forward(ctx: Any, x: Tensor, state: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        result = state[0].train(x, *tensors)
         if result.__class__ is int:
             check(result)
         out, saved = result
         ctx.save_for_backward(x, saved, *tensors)
-        ctx.rest = calls, loss_scale
+        ctx.rest = state
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _backward_once(ctx, d_out)
-        calls, loss_scale = ctx.rest
-        weights = () if loss_scale == 1.0 else calls.loss_weights(loss_scale)
+        calls, loss_scale, _, weights_of = ctx.rest
+        weights = () if weights_of is None else (weights_of(loss_scale),)
         result = calls.gradients(ctx.saved_tensors, d_out, *weights)
         if result.__class__ is int:
             if result == _OTHER_LAYOUT:
@@ -179,9 +205,13 @@ class Block(torch.autograd.Function):
 _backward_once = once_differentiable(Block.backward)
 
 
+class FastBlock(Block):
+    """The same node for calls with builtin functions: its forward and what the engine calls of it are builtin too (_fast.py)."""
+
+
 def evaluate(x: Tensor, calls: Calls, tensors: tuple[Tensor, ...]) -> Tensor:
     """The forward alone: nothing is saved, no loss is computed."""
-    out = calls.evaluate(x, *tensors)
+    out: Any = calls.evaluate(x, *tensors)
     if out.__class__ is int:
         check(out)
-    return out
+    return out  # type: ignore[no-any-return]

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from .. import group
 from ..config import MoeConfig
 from ..group import Fabric
-from . import _block, _device, _eager, _plain, _views
+from . import _block, _device, _eager, _fast, _plain, _views
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,14 @@ class MoE(nn.Module):
         self._has_three = not (config.shared_F or config.latent or config.router_bias or config.expert_bias)  # parameters: gate, w1, w2
         self._layer: _block.Layer | None = None
         self._cuda_layers: dict[tuple[int, int], int] = {}  # (T_max, device) -> number of the layer on that GPU
-        self._cuda_calls: dict[torch.Size, _plain.Calls] = {}  # by shape of x
-        self._last_calls: _plain.Calls | None = None  # of them, the one used last
+        self._forget()
         self.reset_parameters()
+
+    def _forget(self) -> None:
+        self._cuda_calls: dict[torch.Size, _plain.Calls] = {}  # by shape of x
+        self._last_calls: _plain.Calls | None = None  # of them, the one used last, and what a call like it takes
+        self._last_states: _plain.States | None = None
+        self._call: Any = None
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as torch.nn.Linear; biases 0."""
@@ -154,7 +158,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self._ep is not None:
             raise TypeError("an MoE block of a group of ranks cannot be copied or pickled: its fabric belongs to this thread; save its state_dict()")
-        return {**self.__dict__, "_layer": None, "_cuda_layers": {}, "_cuda_calls": {}, "_last_calls": None}
+        return {**self.__dict__, "_layer": None, "_cuda_layers": {}, "_cuda_calls": {}, "_last_calls": None, "_last_states": None, "_call": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         import copy
@@ -176,6 +180,17 @@ class MoE(nn.Module):
                  "shared_w1": shared.joined() if shared is not None else None, "shared_w2": shared.down_proj.weight if shared is not None else None,
                  "latent_down": getattr(self, "latent_down", None), "latent_up": getattr(self, "latent_up", None)}  # fmt: skip
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module's. A plain call on a GPU, without hooks, is made at once: what nn.Module does before forward takes as long as the call's own part."""
+        if not is_compiling() and self.__class__ is MoE and not kwargs:
+            state = self.__dict__  # an attribute of a module takes several times as long
+            call = state["_call"]
+            if call is not None:
+                out = call(state, *args)
+                if out is not None:
+                    return out
+        return super().__call__(*args, **kwargs)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, *, rounding_seed: Tensor | int | None = None,
                 return_stats: bool = False) -> Any:  # fmt: skip
@@ -251,22 +266,21 @@ class MoE(nn.Module):
     def _plain_cuda(self, x: Tensor) -> Tensor | None:
         """One autograd node and two calls of the library; None where the custom op must take the call. Every line here is host time of a step."""
         try:
-            modules = self._modules if self._has_three else {}  # attributes of a module cost a microsecond each
+            modules: dict[str, Any] = self._modules if self._has_three else {}
             experts = modules["experts"]._parameters
             tensors: tuple[Any, ...] = (modules["gate"]._parameters["weight"], experts["gate_up_proj"], experts["down_proj"])
         except KeyError:  # others, or of another kind (torch.nn.utils.parametrize)
             tensors = tuple(self._tensors().values())
-        if type(x) is not Tensor or _are_functorch_transforms_active() or _len_torch_dispatch_stack():
-            return None
-        calls = self._last_calls
-        if calls is None or not calls.accept(x, *tensors):
+        scale, calls = self.loss_scale if self.training else 0.0, self._last_calls
+        out = calls.step(calls.states[scale], x, *tensors) if calls is not None else None
+        if out is None:
             calls = self._cuda_calls.get(x.shape)
-            if calls is None or not calls.accept(x, *tensors):
-                return None
-            self._last_calls = calls
-        if torch.is_grad_enabled() and (x.requires_grad or any([tensor.requires_grad for tensor in tensors])):
-            return _plain.Block.apply(x, calls, self.loss_scale if self.training else 0.0, *tensors)
-        return _plain.evaluate(x, calls, tensors)
+            if calls is not None:
+                out = calls.step(calls.states[scale], x, *tensors)
+                if out is not None:
+                    self._last_calls = calls
+                    self._last_states, self._call = calls.states, _fast.module_call() if self._has_three and calls.fast is not None else None
+        return out
 
     @torch.compiler.disable(recursive=True)
     def _create_cuda(self, T: int, device: int) -> int:
