@@ -74,7 +74,8 @@ PyObject* step(PyObject* self, PyObject* const* arguments, std::intptr_t count) 
   return count == 2 + plan.num_parameters ? step_of(plan, arguments[0], arguments + 1) : none();
 }
 
-// What `call` looks up: in a module's __dict__, in those of its submodules, and the dicts of hooks that all modules have. In the order of _fast.py's tuple.
+// What `call` looks up, in the order of _fast.py's tuple: names in a module's __dict__, then of each parameter the submodule ("" for the module itself), the
+// dict that it is in and its name.
 enum Name : std::intptr_t {
   kHooks = 0,        // four names of dicts that must be empty
   kOverrides = 4,    // two names that must not be there
@@ -83,49 +84,51 @@ enum Name : std::intptr_t {
   kLossScale,
   kStates,
   kModules,
-  kParameters,
-  kGate,
-  kWeight,
-  kExperts,
-  kW1,
-  kW2,
-  kZero
+  kZero,
+  kTensors
 };
 
 // A value of a dict, null where it is not there. What is no dict makes a Python error, which is left.
-PyObject* item(PyObject* dict, PyObject* names, Name name) { return dict != nullptr ? PyDict_GetItemWithError(dict, PyTuple_GetItem(names, name)) : nullptr; }
+PyObject* item(PyObject* dict, PyObject* key) { return dict != nullptr ? PyDict_GetItemWithError(dict, key) : nullptr; }
 
-// The submodule's parameters.
-PyObject* parameters_of(PyObject* modules, PyObject* names, Name name) {
-  PyObject* const module = item(modules, names, name);
-  const Owned dict(module != nullptr ? PyObject_GenericGetDict(module, nullptr) : nullptr);
-  return item(dict.get(), names, kParameters);  // the module keeps it
+// Parameter `index` of those in names.
+PyObject* parameter_of(PyObject* module, PyObject* modules, PyObject* names, std::int32_t index) {
+  PyObject *const part = PyTuple_GetItem(names, kTensors + 3 * index), *const kind = PyTuple_GetItem(names, kTensors + 3 * index + 1);
+  PyObject* const name = PyTuple_GetItem(names, kTensors + 3 * index + 2);
+  if (part == &_Py_NoneStruct) return item(item(module, kind), name);
+  PyObject* const submodule = item(modules, part);
+  const Owned dict(submodule != nullptr ? PyObject_GenericGetDict(submodule, nullptr) : nullptr);
+  return item(item(dict.get(), kind), name);  // the module keeps it
 }
 
 bool has_hooks(PyObject* module, PyObject* names) {
   for (std::intptr_t i = 0; i < 4; ++i) {
-    PyObject* const own = item(module, names, static_cast<Name>(kHooks + i));
+    PyObject* const own = item(module, PyTuple_GetItem(names, kHooks + i));
     if (own == nullptr || PyDict_Size(own) != 0 || PyDict_Size(PyTuple_GetItem(names, kGlobalHooks + i)) != 0) return true;
   }
   return PyDict_Contains(module, PyTuple_GetItem(names, kOverrides)) != 0 || PyDict_Contains(module, PyTuple_GetItem(names, kOverrides + 1)) != 0;
 }
 
-// call(a module's __dict__, x) -> out of a module with three parameters; None where the call is another's: hooks, another shape, parameters that are not
-// plain ones, ...
+// call(a module's __dict__, x) -> out; None where the call is another's: hooks, another shape, parameters that are not plain ones, ...
 PyObject* call(PyObject* names, PyObject* const* arguments, std::intptr_t count) {
+  const auto other = [] { return PyErr_Occurred() != nullptr ? nullptr : none(); };
   PyObject* const module = arguments[0];
-  if (count != 2 || has_hooks(module, names)) return PyErr_Occurred() != nullptr ? nullptr : none();
-  PyObject *const states = item(module, names, kStates), *const training = item(module, names, kTraining), *const modules = item(module, names, kModules);
-  if (states == nullptr || training == nullptr || modules == nullptr) return PyErr_Occurred() != nullptr ? nullptr : none();
-  PyObject* const scale = PyObject_IsTrue(training) == 1 ? item(module, names, kLossScale) : PyTuple_GetItem(names, kZero);
-  PyObject* const state = scale != nullptr ? PyDict_GetItemWithError(states, scale) : nullptr;
-  PyObject *const gate = parameters_of(modules, names, kGate), *const experts = parameters_of(modules, names, kExperts);
-  PyObject* const tensors[] = {arguments[1], item(gate, names, kWeight), item(experts, names, kW1), item(experts, names, kW2)};
-  if (state == nullptr || std::count(tensors, tensors + 4, nullptr) > 0) return PyErr_Occurred() != nullptr ? nullptr : none();
-  PyObject* const capsule = PyTuple_GetItem(state, kPlan);
-  if (capsule == nullptr || capsule == &_Py_NoneStruct) return capsule == nullptr ? nullptr : none();
+  if (count != 2 || has_hooks(module, names)) return other();
+  PyObject *const states = item(module, PyTuple_GetItem(names, kStates)), *const training = item(module, PyTuple_GetItem(names, kTraining));
+  PyObject* const modules = item(module, PyTuple_GetItem(names, kModules));
+  if (states == nullptr || training == nullptr || modules == nullptr) return other();
+  PyObject* const scale = PyObject_IsTrue(training) == 1 ? item(module, PyTuple_GetItem(names, kLossScale)) : PyTuple_GetItem(names, kZero);
+  PyObject* const state = scale != nullptr ? item(states, scale) : nullptr;
+  PyObject* const capsule = state != nullptr ? PyTuple_GetItem(state, kPlan) : nullptr;
+  if (capsule == nullptr || capsule == &_Py_NoneStruct) return other();
   const Plan& plan = plan_of(capsule);
-  return plan.num_parameters == 3 ? step_of(plan, state, tensors) : none();
+  if (PyTuple_Size(names) != kTensors + 3 * plan.num_parameters) return none();
+  PyObject* tensors[1 + kMaxParameters] = {arguments[1]};
+  for (std::int32_t i = 0; i < plan.num_parameters; ++i) {
+    tensors[1 + i] = parameter_of(module, modules, names, i);
+    if (tensors[1 + i] == nullptr) return other();
+  }
+  return step_of(plan, state, tensors);
 }
 
 // forward(ctx, x, state, *parameters) -> out.

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import _abi, _core, _device
 from .._library import check, library
@@ -274,3 +275,34 @@ def _backward(ctx: Any, d_out: Any, _ids: Any, _weights: Any, _counts: Any, d_lo
 
 
 _moe.register_autograd(_backward, setup_context=_setup)
+
+
+class Eager(torch.autograd.Function):
+    """The custom op's work in eager mode, where its dispatch costs a multiple of it: x, a layer, names, mask, seed, a loss scale, parameters -> out, ids,
+    weights, counts, losses, status. loss_scale: what the backward adds the gradient of the losses with; None: with what comes for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Layer, names: tuple[str, ...], mask: Tensor | None, seed: Tensor | None, loss_scale: float | None,
+                *tensors: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+        out, saved, ids, weights, counts, losses, status = owner.forward(x.to(torch.bfloat16).contiguous(), names, tensors, mask, seed, x.dtype, True)
+        if mask is not None and owner.has_losses:
+            losses = losses * owner.share(mask)
+        ctx.mark_non_differentiable(ids, weights, counts, status)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, saved, mask, seed, *tensors)
+        ctx.rest = owner, names, loss_scale
+        return out, ids, weights, counts, losses, status
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, _ids: Any, _weights: Any, _counts: Any, d_losses: Tensor | None, _status: Any) -> Any:
+        owner, names, loss_scale = ctx.rest
+        x, saved, mask, seed, *tensors = ctx.saved_tensors
+        if loss_scale is not None and owner.has_losses:
+            d_losses = torch.full((4,), loss_scale, device=x.device)
+        loss_weights = owner.constant(0.0)
+        if d_losses is not None and owner.has_losses:
+            loss_weights = owner.weights_of(d_losses if mask is None else d_losses * owner.share(mask))
+        d_out = torch.zeros_like(x) if d_out is None else d_out
+        dx, *gradients = owner.backward(d_out, loss_weights, x.to(torch.bfloat16).contiguous(), names, tuple(tensors), mask, seed, saved, x.dtype)
+        return dx, None, None, None, None, None, *gradients

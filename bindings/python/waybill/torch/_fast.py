@@ -88,16 +88,23 @@ def _equip(node: Any, lib: c.CDLL) -> None:
     node._backward_cls.apply = _python("PyDescr_NewMethod", c.py_object, c.py_object, c.c_void_p)(node._backward_cls, c.addressof(methods[2]))
 
 
+# Where a module of waybill.torch.MoE has what a plan calls so: submodule, kind, name.
+_PLACES = {"gate": ("gate", "_parameters", "weight"), "router_bias": ("gate", "_buffers", "e_score_correction_bias"),
+           "w1": ("experts", "_parameters", "gate_up_proj"), "w2": ("experts", "_parameters", "down_proj"),
+           "b1": ("experts", "_parameters", "gate_up_proj_bias"), "b2": ("experts", "_parameters", "down_proj_bias"),
+           "latent_down": (None, "_parameters", "latent_down"), "latent_up": (None, "_parameters", "latent_up")}  # fmt: skip
+
+
 @functools.cache
-def module_call() -> Any:
-    """call(a module's __dict__, x) -> out, or None where the call is not plain; None where it is not available."""
+def module_call(names: tuple[str, ...]) -> Any:
+    """call(a module's __dict__, x) -> out, or None where the call is not plain; None where it is not available: a shared expert's halves are joined first."""
     found = _load()
-    if found is None:
+    if found is None or any(name not in _PLACES for name in names):
         return None
-    names = ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward", "_compiled_call_impl"]
-    more = ["training", "loss_scale", "_last_states", "_modules", "_parameters", "gate", "weight", "experts", "gate_up_proj", "down_proj"]
-    hooks = [getattr(nn, f"_global{name}") for name in names[:4]]
-    owner = (*map(sys.intern, names), *hooks, *map(sys.intern, more), 0.0)
+    looked_up = ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward", "_compiled_call_impl"]
+    hooks = [getattr(nn, f"_global{name}") for name in looked_up[:4]]
+    places = [part if part is None else sys.intern(part) for name in names for part in _PLACES[name]]
+    owner = (*map(sys.intern, looked_up), *hooks, *map(sys.intern, ["training", "loss_scale", "_last_states", "_modules"]), 0.0, *places)
     return _new_function((_Method * 4).in_dll(found[0], "wbt_node_methods")[3], owner)
 
 

@@ -40,6 +40,7 @@ class Calls:
     """
 
     def __init__(self, layer: _device.Layer, names: tuple[str, ...], tensors: tuple[Tensor, ...], x: Tensor) -> None:
+        self.names = names
         self.layer, self.device, self.dtype, self.shape = layer, layer.device, x.dtype, x.shape
         self._expected = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._taken = [_device.dtype_in(name) for name in names]

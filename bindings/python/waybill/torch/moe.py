@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from .. import group
@@ -58,6 +59,29 @@ class MoEStats:
     @property
     def slot_capacity(self) -> Tensor:
         return self.stats[6]
+
+
+class _DeviceStats(MoEStats):
+    """Of a call on a GPU: what needs kernels of its own is made when it is asked for."""
+
+    def __init__(self, losses: Tensor, status: Tensor, counts: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.__dict__.update(ids=ids, weights=weights, _losses=losses, _status=status, _counts=counts)
+
+    def made(self) -> MoEStats:
+        return MoEStats(self.loss, self.ids, self.weights, self.counts, self.stats)
+
+    @property
+    def loss(self) -> Tensor:  # type: ignore[override]
+        return self._losses.sum()
+
+    @property
+    def counts(self) -> Tensor:  # type: ignore[override]
+        return self._counts.long()
+
+    @property
+    def stats(self) -> Tensor:  # type: ignore[override]
+        losses, status = self._losses, self._status
+        return torch.cat([losses.double(), status[:3].double(), status[4:5].double(), status[3:4].double(), status[5:].double()])
 
 
 class _Gate(nn.Module):
@@ -243,11 +267,12 @@ class MoE(nn.Module):
             number = self._create_cuda(T, device)
         given = tuple(tensors.values())
         save = torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in given))
-        if not is_compiling() and type(x) is Tensor:  # for the calls after this one
+        is_plain = not is_compiling() and type(x) is Tensor and not _are_functorch_transforms_active() and not _len_torch_dispatch_stack()
+        if is_plain and not return_stats and padding_mask is None and seed is None:  # for the calls after this one
             if len(self._cuda_calls) >= 64:
                 self._cuda_calls.clear()
             self._cuda_calls[x.shape] = _plain.Calls(_device._layer(number), names, given, x)
-            out = self._plain_cuda(x) if not return_stats and padding_mask is None and seed is None else None
+            out = self._plain_cuda(x)
             if out is not None:
                 return out
         if padding_mask is not None:
@@ -255,11 +280,17 @@ class MoE(nn.Module):
             if self._ep is not None and self._ep.size > 1 and _device._layer(number).has_losses:
                 raise NotImplementedError("losses with a padding mask over several processes: the number of valid tokens is not summed over GPUs")
             padding_mask = padding_mask.reshape(-1).to(torch.uint8)
-        out, ids, weights, counts, losses, status, _ = torch.ops.waybill.moe_cuda(rows, list(given), padding_mask, seed, ",".join(names), number, save)
+        attached = self.training and save and not return_stats
+        if is_plain and save:
+            scale = self.loss_scale if attached else None if return_stats else 0.0
+            out, ids, weights, counts, losses, status = _device.Eager.apply(rows, _device._layer(number), names, padding_mask, seed, scale, *given)
+            attached = False
+        else:
+            out, ids, weights, counts, losses, status, _ = torch.ops.waybill.moe_cuda(rows, list(given), padding_mask, seed, ",".join(names), number, save)
         if return_stats:
-            stats = torch.cat([losses.double(), status[:3].double(), status[4:5].double(), status[3:4].double(), status[5:].double()])
-            return out.view(x.shape), MoEStats(losses.sum(), ids, weights, counts.long(), stats)
-        if self.training and save:
+            stats = _DeviceStats(losses, status, counts, ids, weights)
+            return out.view(x.shape), stats.made() if is_compiling() else stats
+        if attached:
             out = _AttachLoss.apply(out, losses.sum(), self.loss_scale)
         return out.view(x.shape)
 
@@ -279,7 +310,7 @@ class MoE(nn.Module):
                 out = calls.step(calls.states[scale], x, *tensors)
                 if out is not None:
                     self._last_calls = calls
-                    self._last_states, self._call = calls.states, _fast.module_call() if self._has_three and calls.fast is not None else None
+                    self._last_states, self._call = calls.states, _fast.module_call(calls.names) if calls.fast is not None else None
         return out
 
     @torch.compiler.disable(recursive=True)
