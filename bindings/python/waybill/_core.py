@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import functools
 from typing import Any
 
 from . import _abi
@@ -283,6 +284,18 @@ def _flat(struct: Any) -> dict[str, float]:
     values = {name: getattr(struct, name) for name, *_ in struct._fields_}
     router = values.pop("router", None)
     return values | ({} if router is None else {f"router.{name}": getattr(router, name) for name, *_ in router._fields_})
+
+
+@functools.cache
+def check_router(config: RouterConfig) -> None:
+    """ValueError, with the library's text, of a config that no router takes."""
+    one = c.c_int32()
+    empty = _abi.Tensor(data=c.addressof(one), dtype=_abi.F32, rank=2)
+    empty.shape[1] = config.E
+    route = _abi.Route(struct_size=c.sizeof(_abi.Route), T=0, K=config.K, E=config.E, id_dtype=_abi.I32)
+    inputs = _abi.RouterInputs(struct_size=c.sizeof(_abi.RouterInputs), logits=empty)
+    outputs = _abi.RouterOutputs(struct_size=c.sizeof(_abi.RouterOutputs), route=route)
+    check(library().wb_router_forward(c.byref(config.struct()), c.byref(inputs), c.byref(outputs), None))
 
 
 class MoeLayer(Handle):

@@ -296,6 +296,11 @@ def test_refusals_name_what_is_wrong():
         block(torch.zeros(2, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"padding_mask has shape \[3\], needed is \[2\]"):
         block(torch.zeros(2, 8), padding_mask=torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match="x is list, a torch.Tensor is needed"):
+        block([[0.0] * 8])
+    for wrong, text in (({"K": 5}, "K"), ({"K": 2, "score": "relu"}, "score is 'relu', allowed are softmax")):
+        with pytest.raises(ValueError, match=text):  # where the block is made, not at its first call
+            wbt.MoE(wbt.MoeConfig(H=8, F=6, router=wbt.RouterConfig(E=4, **wrong)))
     with pytest.raises(ValueError, match="no MoE block that Waybill can replace"):
         wbt.replace_moe_blocks(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="output_router_logits is True"):

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _abi, _core
-from .._library import check as check_status
 from .._library import has_cuda, library
-from ..config import MoeConfig, RouterConfig
+from ..config import MoeConfig
 from ..group import single
 from . import _mesh
 
@@ -81,20 +80,8 @@ def config_bytes(struct: ctypes.Structure) -> np.ndarray:
 
 
 @functools.cache
-def check_router(config: RouterConfig) -> None:
-    """ValueError, with the library's text, of a config that no router takes: where a program is traced, not when it runs."""
-    one = ctypes.c_int32()
-    empty = _abi.Tensor(data=ctypes.addressof(one), dtype=_abi.F32, rank=2)
-    empty.shape[1] = config.E
-    route = _abi.Route(struct_size=ctypes.sizeof(_abi.Route), T=0, K=config.K, E=config.E, id_dtype=_abi.I32)
-    inputs = _abi.RouterInputs(struct_size=ctypes.sizeof(_abi.RouterInputs), logits=empty)
-    outputs = _abi.RouterOutputs(struct_size=ctypes.sizeof(_abi.RouterOutputs), route=route)
-    check_status(library().wb_router_forward(ctypes.byref(config.struct()), ctypes.byref(inputs), ctypes.byref(outputs), None))
-
-
-@functools.cache
 def check_block(config: MoeConfig, T: int) -> None:
-    """The same of a block that brings T tokens: the layer of one rank with these settings is made, and dropped."""
+    """ValueError, with the library's text, where a block that brings T tokens is traced, not when it runs: the layer of one rank with these settings is made, and dropped."""
     _core.MoeLayer(dataclasses.replace(config, T_max=config.T_max or T), single())
 
 

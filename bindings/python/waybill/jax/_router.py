@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .. import _core
 from ..config import RouterConfig
 from . import _ffi
 
@@ -74,7 +75,7 @@ def router(logits: jax.Array, config: RouterConfig, *, bias: jax.Array | None = 
     True = padding: ids -1, weights 0, gradient 0. axis_name: mesh axis (inside shard_map) over which the losses' counts are summed.
     Works under jit, grad, vmap (one call a batch element) and remat. ValueError where it is traced: wrong shapes and types, and configs that no router takes.
     """
-    _ffi.check_router(config)
+    _core.check_router(config)
     _ffi.check(logits, "logits", [jnp.float32, jnp.bfloat16, jnp.float16], ["T", config.E], on_gpu=True)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     if bias.size:

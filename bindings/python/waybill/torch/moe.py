@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
-from .. import group
+from .. import _core, group
 from ..config import MoeConfig
 from ..group import Fabric
 from . import _block, _device, _eager, _fast, _plain, _views
@@ -144,6 +144,8 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoeConfig, *, ep: Fabric | None = None, world: Fabric | None = None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
+        _core.check_router(config.router)
+        config.struct()  # names of choices are known
         self.config = config
         self._ep, self._world = ep, world
         P = ep.size if ep is not None else 1
@@ -225,6 +227,8 @@ class MoE(nn.Module):
             out = self._plain_cuda(x)
             if out is not None:
                 return out
+        if not isinstance(x, Tensor):
+            _views.check(x, "x", _views.FLOATS, [])
         tensors = self._tensors()
         if x.is_cuda:
             return self._forward_cuda(x, tensors, padding_mask, rounding_seed, return_stats)
