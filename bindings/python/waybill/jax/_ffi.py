@@ -81,7 +81,8 @@ def config_bytes(struct: ctypes.Structure) -> np.ndarray:
 
 @functools.cache
 def check_block(config: MoeConfig, T: int) -> None:
-    """ValueError, with the library's text, where a block that brings T tokens is traced, not when it runs: the layer of one rank with these settings is made, and dropped."""
+    """ValueError, with the library's text, of a block that brings T tokens: where it is traced, not when it runs. The layer of one rank with these settings is
+    made, and dropped."""
     _core.MoeLayer(dataclasses.replace(config, T_max=config.T_max or T), single())
 
 
