@@ -127,6 +127,7 @@ def test_graphs_replay_with_other_data(warm):
         with torch.cuda.stream(side):
             step(x, *rest)
         torch.cuda.current_stream().wait_stream(side)
+    torch.autograd.grad((x.float() @ rest[0].T).sum(), rest[0])  # PyTorch's matmul makes a handle of each thread, which a capture does not allow
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(x, *rest)

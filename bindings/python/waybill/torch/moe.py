@@ -64,6 +64,10 @@ class MoEStats:
 class _DeviceStats(MoEStats):
     """Of a call on a GPU: what needs kernels of its own is made when it is asked for."""
 
+    _losses: Tensor
+    _status: Tensor
+    _counts: Tensor
+
     def __init__(self, losses: Tensor, status: Tensor, counts: Tensor, ids: Tensor, weights: Tensor) -> None:
         self.__dict__.update(ids=ids, weights=weights, _losses=losses, _status=status, _counts=counts)
 
