@@ -2,11 +2,11 @@
 /* The C ABI, third part: the MoE layer and the exchange on GPUs. Included by waybill.h; the rules are there. A library without CUDA has these functions
  * too; they return WB_UNSUPPORTED.
  *
- * One wb_device_moe is one rank of a group of one process a GPU, or alone. forward and backward queue work on the caller's stream and return: no host wait,
- * nothing allocated but by the first calls of a stream, capturable in CUDA graphs after one call of either on that device. What a forward leaves for
- * its backward is an array of the caller's, so that any number of forwards may be in flight, a backward may run twice, and frameworks may offload it.
- * Bit-equal on repeat and between eager and captured runs. Calls of one layer must not overlap on the device, threads that make them take turns; the ranks make
- * the same calls in one order.
+ * One wb_device_moe is one rank of a group of one process a GPU, of a group within one process, or alone. forward and backward queue work on the caller's
+ * stream and return: no host wait, nothing allocated but by the first calls of a stream, capturable in CUDA graphs after one call of either on that device.
+ * What a forward leaves for its backward is an array of the caller's, so that any number of forwards may be in flight, a backward may run twice, and frameworks
+ * may offload it. Bit-equal on repeat and between eager and captured runs. Calls of one layer must not overlap on the device, threads that make them take
+ * turns; the ranks make the same calls in one order.
  */
 #ifndef WAYBILL_WAYBILL_DEVICE_H_
 #define WAYBILL_WAYBILL_DEVICE_H_
@@ -27,10 +27,16 @@ typedef struct wb_process_group {
   const char* address; /* name or number of rank 0's host */
 } wb_process_group;
 
+/* A group within one process, rank r on devices[r]: wb_device_moe_create_local, wb_device_exchange_create_local. One call makes all ranks and is no collective;
+   a rank's calls may then come from a thread of its own. GPUs reach each other's memory. Ranks may share a GPU, to try a group without several GPUs: their
+   kernels then take small shares of it (as many as CUDA_DEVICE_MAX_CONNECTIONS lets run beside each other; a stream a rank). */
+
 typedef struct wb_device_moe wb_device_moe;
 /* config.T_max must be given; what the layer on GPUs lacks is refused by name. group: null = one rank; else collective, all ranks with one config. Not in
    a capture: allocates windows and scratch, waits for the device. */
 WB_API wb_status wb_device_moe_create(const wb_moe_config* config, int32_t device, const wb_process_group* group, wb_device_moe** layer) WB_NOEXCEPT;
+/* devices [P] in; layers [P] out, each destroyed by itself; on failure none is made. */
+WB_API wb_status wb_device_moe_create_local(const wb_moe_config* config, int32_t P, const int32_t* devices, wb_device_moe** layers) WB_NOEXCEPT;
 WB_API void wb_device_moe_destroy(wb_device_moe* layer) WB_NOEXCEPT;
 /* Bytes that a forward leaves for its backward on each of P ranks, by config alone; needs no GPU. */
 WB_API wb_status wb_device_moe_saved_bytes(const wb_moe_config* config, int32_t P, int64_t* bytes) WB_NOEXCEPT;
@@ -67,6 +73,9 @@ WB_API wb_status wb_device_moe_get_status(wb_device_moe* layer, wb_step_status* 
 typedef struct wb_device_exchange wb_device_exchange;
 WB_API wb_status wb_device_exchange_create(const wb_exchange_config* config, int32_t device, const wb_process_group* group,
                                            wb_device_exchange** exchange) WB_NOEXCEPT;
+/* devices [P] in; exchanges [P] out, as wb_device_moe_create_local. */
+WB_API wb_status wb_device_exchange_create_local(const wb_exchange_config* config, int32_t P, const int32_t* devices,
+                                                 wb_device_exchange** exchanges) WB_NOEXCEPT;
 WB_API void wb_device_exchange_destroy(wb_device_exchange* exchange) WB_NOEXCEPT;
 /* x [T, H] f32 or bf16 -> slots [S, H] of that type by local expert, S = the slot budget with padding; slots of no route are 0. sizes [L] i32 with padding
    and valid [1] i32 on the device: after an exceeded budget on any rank all of them are 0. */

@@ -12,6 +12,7 @@ wb_status refuse() noexcept {
 }  // namespace
 
 wb_status wb_device_moe_create(const wb_moe_config*, int32_t, const wb_process_group*, wb_device_moe**) noexcept { return refuse(); }
+wb_status wb_device_moe_create_local(const wb_moe_config*, int32_t, const int32_t*, wb_device_moe**) noexcept { return refuse(); }
 void wb_device_moe_destroy(wb_device_moe*) noexcept {}
 wb_status wb_device_moe_saved_bytes(const wb_moe_config*, int32_t, int64_t*) noexcept { return refuse(); }
 wb_status wb_device_moe_forward(wb_device_moe*, const wb_moe_tensors*, const wb_tensor*, const wb_moe_forward_options*, const wb_device_moe_outputs*,
@@ -25,6 +26,7 @@ wb_status wb_device_moe_backward(wb_device_moe*, const wb_moe_tensors*, const wb
 wb_status wb_device_moe_get_status(wb_device_moe*, wb_step_status*, const wb_stream*) noexcept { return refuse(); }
 
 wb_status wb_device_exchange_create(const wb_exchange_config*, int32_t, const wb_process_group*, wb_device_exchange**) noexcept { return refuse(); }
+wb_status wb_device_exchange_create_local(const wb_exchange_config*, int32_t, const int32_t*, wb_device_exchange**) noexcept { return refuse(); }
 void wb_device_exchange_destroy(wb_device_exchange*) noexcept {}
 wb_status wb_device_exchange_dispatch(wb_device_exchange*, const wb_route*, const wb_tensor*, const wb_tensor*, int32_t*, int32_t*, const wb_stream*) noexcept {
   return refuse();

@@ -26,18 +26,20 @@ std::size_t arena_bytes(const ExchangeConfig& config, int P) {
 }  // namespace
 
 struct wb_device_exchange {
-  wb_device_exchange(const ExchangeConfig& given, int device, const wb_process_group* group)
+  wb_device_exchange(const ExchangeConfig& given, int device, std::unique_ptr<ProcessMemory> windows)
       : config(given),
         where{DeviceType::kCuda, device},
-        memory(make_process_memory(device, group, arena_bytes(given, group == nullptr ? 1 : group->size), given.hierarchy != Hierarchy::kFlat)),
+        memory(std::move(windows)),
         ranks{memory->size(), memory->num_nodes()},
         inside(cuda::windows_config(given, ranks)),
         exchange(cuda::make_exchange(given, block_placement(given.E, memory->size()), memory->rail(), memory->ranks(), device,
-                                     cuda::book_exchange_windows(inside, ranks.per_node(), book()))),
+                                     cuda::book_exchange_windows(inside, ranks.per_node(), book()), tuning_beside(memory->ranks_on_device()))),
         rows_window(memory->window("rows", row_bytes())),
         partials_window(memory->window("partials", row_bytes())),
         handle(exchange->make_handle()),
         d_slots(static_cast<std::size_t>(exchange->budget().padded_slots) * 4, device) {
+    // Streams are not made while a peer's kernel may wait for this rank.
+    if (memory->is_local_group()) begun = std::make_unique<InFlight>(device);
     memory->everybody_is_ready();
   }
   cuda::BookWindow book() {
@@ -96,6 +98,7 @@ struct Batch {
   TensorView rows(const wb_tensor* tensor, std::int64_t count, bool or_bf16, const char* name) const { return own.checked_rows(tensor, count, or_bf16, name); }
   std::int64_t slots() const { return own.exchange->budget().padded_slots; }
   void plan() {
+    own.memory->meet(stream);
     order_behind_transfers(own.where.index, stream);
     plan_on(stream);
   }
@@ -118,10 +121,9 @@ void write_slots(const wb_device_exchange& own, const TensorView& to, std::int32
 // Before the operands of a start: what was begun before has let go of them, whether its done came or not.
 InFlight& begin(Batch& batch) {
   wb_device_exchange& own = batch.own;
-  if (own.begun == nullptr) {
-    own.begun = std::make_unique<InFlight>(own.config, own.where.index);
-    own.exchange->tuning().fused_plan = false;  // a kernel of another stream may wait for peers, too
-  }
+  own.memory->meet(batch.stream);
+  if (own.begun == nullptr) own.begun = std::make_unique<InFlight>(own.where.index);
+  if (own.begun->reserve(own.config, batch.stream)) own.exchange->tuning().fused_plan = false;  // a kernel of another stream may wait for peers, too
   own.begun->kind = InFlight::Kind::kNone;
   order_behind_transfers(own.where.index, batch.stream);
   own.begun->finished.wait_on(batch.stream);
@@ -134,7 +136,7 @@ InFlight& begun(wb_device_exchange& own, InFlight::Kind kind, const char* name) 
   return *own.begun;
 }
 
-void copy(const cuda::DeviceBuffer& to, const void* from, std::int64_t count, DType dtype, cudaStream_t stream) {
+void copy(const cuda::ScratchBuffer& to, const void* from, std::int64_t count, DType dtype, cudaStream_t stream) {
   WB_TRY_CUDA(cudaMemcpyAsync(to.data(), from, static_cast<std::size_t>(count) * size_bytes(dtype), cudaMemcpyDeviceToDevice, stream));
 }
 
@@ -145,7 +147,18 @@ wb_status wb_device_exchange_create(const wb_exchange_config* config, int32_t de
     wb_device_exchange*& target = required(exchange, "exchange");
     const wb_process_group ranks = checked_group(group, device);
     const cuda::DeviceGuard guard(device);
-    target = new wb_device_exchange(to_exchange_config(config), device, ranks.size > 1 ? &ranks : nullptr);
+    const ExchangeConfig given = to_exchange_config(config);
+    target = new wb_device_exchange(
+        given, device, make_process_memory(device, ranks.size > 1 ? &ranks : nullptr, arena_bytes(given, ranks.size), given.hierarchy != Hierarchy::kFlat));
+  });
+}
+
+wb_status wb_device_exchange_create_local(const wb_exchange_config* config, int32_t P, const int32_t* devices, wb_device_exchange** exchanges) noexcept {
+  return guarded([&] {
+    const ExchangeConfig given = to_exchange_config(config);
+    make_local_ranks(
+        P, devices, exchanges, [&](int ranks) { return arena_bytes(given, ranks); },
+        [&](int device, std::unique_ptr<ProcessMemory> memory) { return std::make_unique<wb_device_exchange>(given, device, std::move(memory)); });
   });
 }
 

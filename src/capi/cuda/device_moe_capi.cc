@@ -35,15 +35,16 @@ std::size_t most_saved_bytes(const MoeConfig& config, int P) {
 cuda::DeviceMoeOptions layer_options(ProcessMemory& memory) {
   cuda::DeviceMoeOptions options;
   options.nodes = memory.num_nodes(), options.rail = memory.rail();
+  options.exchange = tuning_beside(memory.ranks_on_device());
   return options;
 }
 
 }  // namespace
 
 struct wb_device_moe {
-  wb_device_moe(const MoeConfig& given, int device, const wb_process_group* group)
+  wb_device_moe(const MoeConfig& given, int device, std::unique_ptr<ProcessMemory> windows)
       : config(given),
-        memory(make_process_memory(device, group, most_arena_bytes(config, group == nullptr ? 1 : group->size), config.hierarchy != Hierarchy::kFlat)),
+        memory(std::move(windows)),
         layer(
             config, memory->ranks(), device, [this](const std::string& name, std::size_t bytes) { return memory->window(name, bytes); },
             layer_options(*memory)),
@@ -140,7 +141,19 @@ wb_status wb_device_moe_create(const wb_moe_config* config, int32_t device, cons
     wb_device_moe*& target = required(layer, "layer");
     const wb_process_group ranks = checked_group(group, device);
     const cuda::DeviceGuard guard(device);
-    target = new wb_device_moe(device_config(config, ranks.size), device, ranks.size > 1 ? &ranks : nullptr);
+    const MoeConfig given = device_config(config, ranks.size);
+    target = new wb_device_moe(
+        given, device,
+        make_process_memory(device, ranks.size > 1 ? &ranks : nullptr, most_arena_bytes(given, ranks.size), given.hierarchy != Hierarchy::kFlat));
+  });
+}
+
+wb_status wb_device_moe_create_local(const wb_moe_config* config, int32_t P, const int32_t* devices, wb_device_moe** layers) noexcept {
+  return guarded([&] {
+    const MoeConfig given = device_config(config, P);
+    make_local_ranks(
+        P, devices, layers, [&](int ranks) { return most_arena_bytes(given, ranks); },
+        [&](int device, std::unique_ptr<ProcessMemory> memory) { return std::make_unique<wb_device_moe>(given, device, std::move(memory)); });
   });
 }
 
@@ -163,6 +176,7 @@ wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* par
     const MoeTensors weights[] = {to_moe_tensors(parameters, "parameters", Memory::kAny)};
     const TensorView outs[] = {to.out};
     const cudaStream_t queue = native(stream, own.where);
+    own.memory->meet(queue);
     order_behind_transfers(own.where.index, queue);
     const cuda::RelaxedCapture relaxed;  // a stream's first call makes the matmuls' workspace, also while it is captured
     own.layer.forward(weights, inputs, outs, own.step, given.options, queue);
@@ -201,6 +215,7 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
       own.gate_gradient.reserve(static_cast<std::size_t>(own.config.E * own.config.H) * sizeof(float), /*zero=*/false, own.where.index, queue);
       sums[0].gate = TensorView(own.gate_gradient.data(), DType::kF32, {own.config.E, own.config.H}, own.where);
     }
+    own.memory->meet(queue);
     order_behind_transfers(own.where.index, queue);
     const cuda::RelaxedCapture relaxed;
     own.layer.restore(own.step, from.data, inputs[0], given.options, queue);

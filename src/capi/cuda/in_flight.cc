@@ -24,24 +24,24 @@ struct AllInFlight {
 
 }  // namespace
 
-InFlight::InFlight(const ExchangeConfig& config, int on)
-    : stream(on),
-      x(static_cast<std::size_t>(config.T_max * config.H) * 4, on),
-      ids(static_cast<std::size_t>(config.T_max * config.K) * 4, on),
-      weights(static_cast<std::size_t>(config.T_max * config.K) * 4, on),
-      out(static_cast<std::size_t>(config.T_max * config.H) * 4, on),
-      device(on) {
+InFlight::InFlight(int on) : stream(on), device(on) {}
+
+bool InFlight::reserve(const ExchangeConfig& config, cudaStream_t first) {
+  if (out.bytes() > 0) return false;
+  const auto rows = static_cast<std::size_t>(config.T_max * config.H) * 4, routes = static_cast<std::size_t>(config.T_max * config.K) * 4;
+  for (cuda::ScratchBuffer* buffer : {&x, &out}) buffer->reserve(rows, /*zero=*/false, device, first);
+  for (cuda::ScratchBuffer* buffer : {&ids, &weights}) buffer->reserve(routes, /*zero=*/false, device, first);
   AllInFlight& everything = AllInFlight::instance();
   const std::lock_guard lock(everything.mutex);
   everything.all.push_back(this);
   ++everything.count;
+  return true;
 }
 
 InFlight::~InFlight() {
   AllInFlight& everything = AllInFlight::instance();
   const std::lock_guard lock(everything.mutex);
-  std::erase(everything.all, this);
-  --everything.count;
+  everything.count -= static_cast<int>(std::erase(everything.all, this));
 }
 
 void order_behind_transfers(int device, cudaStream_t on) {

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/scratch_buffer.h"
 #include "waybill/exchange.h"
 
 namespace waybill::capi {
@@ -14,14 +15,16 @@ namespace waybill::capi {
 struct InFlight {
   enum class Kind { kNone, kDispatch, kCombine };
 
-  InFlight(const ExchangeConfig& config, int on);
+  explicit InFlight(int on);
   ~InFlight();
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
+  // The buffers, for work that is queued on `first` next, by the first call; true: this is it.
+  bool reserve(const ExchangeConfig& config, cudaStream_t first);
 
   cuda::CudaStream stream;
   cuda::CudaEvent ready{false}, finished{false}, read{false};  // operands are here; the transfer has ended; its results have been read
-  cuda::DeviceBuffer x, ids, weights, out;                     // operands of a dispatch; [T, H] f32 of a combine
+  cuda::ScratchBuffer x, ids, weights, out;                    // operands of a dispatch; [T, H] f32 of a combine
   Kind kind = Kind::kNone;
   DType dtype = DType::kF32;
   std::int64_t T = 0;
