@@ -84,11 +84,13 @@ if [ -z "${WAYBILL_NCCL_LIBRARY:-}" ] && [ -x "$bin/test_cuda_nccl" ]; then
 fi
 # Tests and sanitizers together: most of their time is the CPU's. Benchmarks run alone.
 spread=1
-for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe test_cuda_model test_cuda_training test_cuda_train_run bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
+for program in test_cuda_router test_cuda_fabric test_cuda_exchange test_cuda_nccl test_cuda_gemm test_cuda_fp8 test_cuda_quantized_gemm test_cuda_quantize test_cuda_moe test_cuda_model test_cuda_training test_cuda_train_run test_cuda_jax_ranks bench_cuda_router bench_cuda_exchange bench_cuda_gemm bench_cuda_activation bench_cuda_fp8 bench_cuda_quantized bench_cuda_quantize bench_cuda_moe bench_cuda_moe_phases; do
   if [ ! -x "$bin/$program" ] && [ $program = test_cuda_nccl ]; then
     note "$program" "skipped: built without NCCL's headers"
   elif [ ! -x "$bin/$program" ] && [ $program = test_cuda_train_run ]; then
     note "$program" "skipped: built without toml++ and nlohmann-json"
+  elif [ ! -x "$bin/$program" ] && [ $program = test_cuda_jax_ranks ]; then
+    note "$program" "skipped: built without jaxlib's headers"
   elif [ ! -x "$bin/$program" ]; then
     note "$program" "failed: not built"
   elif [ $program = test_cuda_moe ]; then
@@ -135,7 +137,9 @@ if [[ ,$areas, == *,bindings,* ]]; then
   for framework in jax torch; do
     if [ -n "${WAYBILL_LIBRARY:-}" ] && { [ $framework = torch ] || [ -n "${WAYBILL_JAX_LIBRARY:-}" ]; }; then
       bindings+=("$framework")
-      start "bindings, $framework" scripts/gpu_bindings_tests.sh "$python" "cuda/${framework}_cuda_test.py" "cuda/${framework}_block_cuda_test.py" "cuda/${framework}_recipes_cuda_test.py"
+      local_ranks=
+      [ $framework != jax ] || local_ranks=cuda/jax_local_cuda_test.py
+      start "bindings, $framework" scripts/gpu_bindings_tests.sh "$python" "cuda/${framework}_cuda_test.py" "cuda/${framework}_block_cuda_test.py" "cuda/${framework}_recipes_cuda_test.py" $local_ranks
     else
       note "bindings, $framework" "skipped: WAYBILL_LIBRARY and WAYBILL_JAX_LIBRARY must name the libraries"
     fi

@@ -21,37 +21,39 @@ struct Call {
   wb_device_exchange* exchange = nullptr;
   wb_route route{};
 
-  ffi::Error read(void* stream, std::int32_t device, const Any& ids, const F32& weights, std::int64_t E, std::int64_t P, const Bytes& bytes,
-                  bool of_pairs = false) {
-    at = Place(device, stream);
+  ffi::Error read(void* stream, std::int32_t ordinal, const Any& ids, const F32& weights, std::int64_t E, std::int64_t P, const Groups& groups,
+                  const Bytes& bytes, bool of_pairs = false) {
     wb_exchange_config config{};
     if (!read_config(bytes, config)) return refuse("the exchange's config has another size");
-    WB_FFI_TRY(DeviceExchanges::instance().get(config, static_cast<std::int32_t>(P), device, of_pairs ? 1 : 0, nullptr, P == 1, &exchange));
-    if (exchange == nullptr) return refuse("this process has not made the exchange of this program; trace it here");
+    std::int32_t device = 0;
+    ffi::Error error = DeviceExchanges::instance().find(config, static_cast<std::int32_t>(P), groups, ordinal, of_pairs ? 1 : 0, &exchange, &device);
+    if (error.failure()) return error;
+    at = Place(device, stream);
     route = to_route(E, ids, weights, nullptr, at);
     return ffi::Error::Success();
   }
 };
 
 ffi::Error dispatch(void* stream, std::int32_t device, Any x, Any ids, F32 weights, AnyResult slots, I32Result sizes, I32Result valid, std::int64_t E,
-                    std::int64_t P, Bytes config) {
+                    std::int64_t P, Groups groups, Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config); error.failure()) return error;
   const wb_tensor from = to_tensor(x, call.at), to = to_tensor(*slots, call.at);
   return to_error(wb_device_exchange_dispatch(call.exchange, &call.route, &from, &to, sizes->typed_data(), valid->typed_data(), call.at.stream()));
 }
 
-ffi::Error combine(void* stream, std::int32_t device, Any y, Any ids, F32 weights, F32Result out, std::int64_t E, std::int64_t P, bool weighted, Bytes config) {
+ffi::Error combine(void* stream, std::int32_t device, Any y, Any ids, F32 weights, F32Result out, std::int64_t E, std::int64_t P, bool weighted, Groups groups,
+                   Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config); error.failure()) return error;
   const wb_tensor from = to_tensor(y, call.at), to = to_tensor(*out, call.at);
   return to_error(wb_device_exchange_combine(call.exchange, &call.route, &from, weighted ? 1 : 0, &to, call.at.stream()));
 }
 
 ffi::Error combine_backward(void* stream, std::int32_t device, F32 d_out, Any y, Any ids, F32 weights, AnyResult dy, F32Result d_weights, std::int64_t E,
-                            std::int64_t P, Bytes config) {
+                            std::int64_t P, Groups groups, Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config); error.failure()) return error;
   const wb_tensor from = to_tensor(d_out, call.at), of = to_tensor(y, call.at), to = to_tensor(*dy, call.at);
   return to_error(wb_device_exchange_combine_backward(call.exchange, &call.route, &from, &of, &to, d_weights->typed_data(), call.at.stream()));
 }
@@ -103,40 +105,40 @@ InFlight in_flight(const ffi::RunId& run, const char* op, const Any& rows, const
 
 // The handle that a start gives is an operand of its done and has no contents.
 ffi::Error dispatch_start(void* stream, std::int32_t device, ffi::RunId run, Any x, Any ids, F32 weights, AnyResult, std::int64_t E, std::int64_t P,
-                          Bytes config) {
+                          Groups groups, Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config, true); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config, true); error.failure()) return error;
   if (!AllInFlight::instance().begin(call.exchange, in_flight(run, kDispatch, x, ids, weights))) return ffi::Error::Success();
   const wb_tensor from = to_tensor(x, call.at);
   return to_error(wb_device_exchange_dispatch_start(call.exchange, &call.route, &from, call.at.stream()));
 }
 
 ffi::Error dispatch_done(void* stream, std::int32_t device, ffi::RunId run, Any x, Any ids, F32 weights, Any, AnyResult slots, I32Result sizes, I32Result valid,
-                         std::int64_t E, std::int64_t P, Bytes config) {
+                         std::int64_t E, std::int64_t P, Groups groups, Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config, true); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config, true); error.failure()) return error;
   if (!AllInFlight::instance().take(call.exchange, in_flight(run, kDispatch, x, ids, weights))) {
-    return dispatch(stream, device, x, ids, weights, slots, sizes, valid, E, P, config);
+    return dispatch(stream, device, x, ids, weights, slots, sizes, valid, E, P, groups, config);
   }
   const wb_tensor to = to_tensor(*slots, call.at);
   return to_error(wb_device_exchange_dispatch_done(call.exchange, &to, sizes->typed_data(), valid->typed_data(), call.at.stream()));
 }
 
 ffi::Error combine_start(void* stream, std::int32_t device, ffi::RunId run, Any y, Any ids, F32 weights, AnyResult, std::int64_t E, std::int64_t P,
-                         Bytes config) {
+                         Groups groups, Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config, true); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config, true); error.failure()) return error;
   if (!AllInFlight::instance().begin(call.exchange, in_flight(run, kCombine, y, ids, weights))) return ffi::Error::Success();
   const wb_tensor from = to_tensor(y, call.at);
   return to_error(wb_device_exchange_combine_start(call.exchange, &call.route, &from, call.at.stream()));
 }
 
 ffi::Error combine_done(void* stream, std::int32_t device, ffi::RunId run, Any y, Any ids, F32 weights, Any, F32Result out, std::int64_t E, std::int64_t P,
-                        Bytes config) {
+                        Groups groups, Bytes config) {
   Call call;
-  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, config, true); error.failure()) return error;
+  if (ffi::Error error = call.read(stream, device, ids, weights, E, P, groups, config, true); error.failure()) return error;
   if (!AllInFlight::instance().take(call.exchange, in_flight(run, kCombine, y, ids, weights))) {
-    return combine(stream, device, y, ids, weights, out, E, P, true, config);
+    return combine(stream, device, y, ids, weights, out, E, P, true, groups, config);
   }
   const wb_tensor to = to_tensor(*out, call.at);
   return to_error(wb_device_exchange_combine_done(call.exchange, &to, call.at.stream()));
@@ -149,7 +151,8 @@ auto on_cuda() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<f
 // Not in command buffers: the transfer's stream joins at the done only.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     wbx_device_dispatch_start_cuda, dispatch_start,
-    on_cuda().Ctx<ffi::RunId>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Bytes>("config"));
+    on_cuda().Ctx<ffi::RunId>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Groups>("groups").Attr<Bytes>(
+        "config"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_dispatch_done_cuda, dispatch_done,
                               on_cuda()
                                   .Ctx<ffi::RunId>()
@@ -162,13 +165,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_dispatch_done_cuda, dispatch_done,
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<std::int64_t>("E")
                                   .Attr<std::int64_t>("P")
+                                  .Attr<Groups>("groups")
                                   .Attr<Bytes>("config"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     wbx_device_combine_start_cuda, combine_start,
-    on_cuda().Ctx<ffi::RunId>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Bytes>("config"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    wbx_device_combine_done_cuda, combine_done,
-    on_cuda().Ctx<ffi::RunId>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<Any>().Ret<F32>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Bytes>("config"));
+    on_cuda().Ctx<ffi::RunId>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Groups>("groups").Attr<Bytes>(
+        "config"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_combine_done_cuda, combine_done,
+                              on_cuda()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<F32>()
+                                  .Arg<Any>()
+                                  .Ret<F32>()
+                                  .Attr<std::int64_t>("E")
+                                  .Attr<std::int64_t>("P")
+                                  .Attr<Groups>("groups")
+                                  .Attr<Bytes>("config"));
 
 #define WB_FFI_DEVICE_OP(name, arguments) \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(wbx_device_##name##_cuda, name, on_cuda() arguments, {ffi::Traits::kCmdBufferCompatible})
@@ -181,11 +195,21 @@ WB_FFI_DEVICE_OP(dispatch, .Arg<Any>()
                                .Ret<ffi::Buffer<ffi::S32>>()
                                .Attr<std::int64_t>("E")
                                .Attr<std::int64_t>("P")
+                               .Attr<Groups>("groups")
                                .Attr<Bytes>("config"));
-WB_FFI_DEVICE_OP(combine,
-                 .Arg<Any>().Arg<Any>().Arg<F32>().Ret<F32>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<bool>("weighted").Attr<Bytes>("config"));
-WB_FFI_DEVICE_OP(combine_backward,
-                 .Arg<F32>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Ret<F32>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Bytes>("config"));
+WB_FFI_DEVICE_OP(combine, .Arg<Any>()
+                              .Arg<Any>()
+                              .Arg<F32>()
+                              .Ret<F32>()
+                              .Attr<std::int64_t>("E")
+                              .Attr<std::int64_t>("P")
+                              .Attr<bool>("weighted")
+                              .Attr<Groups>("groups")
+                              .Attr<Bytes>("config"));
+WB_FFI_DEVICE_OP(
+    combine_backward,
+    .Arg<F32>().Arg<Any>().Arg<Any>().Arg<F32>().Ret<Any>().Ret<F32>().Attr<std::int64_t>("E").Attr<std::int64_t>("P").Attr<Groups>("groups").Attr<Bytes>(
+        "config"));
 
 #undef WB_FFI_DEVICE_OP
 
@@ -196,6 +220,12 @@ extern "C" __attribute__((visibility("default"))) int wbx_make_device_exchange(c
                                                                                std::int32_t index, const wb_process_group* group) {
   wb_device_exchange* exchange = nullptr;
   return waybill::jax::DeviceExchanges::instance().get(*config, P, device, index, group, true, &exchange);
+}
+
+// For Python (ctypes): a wb_status. All P exchanges of a group within this process, as wbx_make_local_layer.
+extern "C" __attribute__((visibility("default"))) int wbx_make_local_exchange(const wb_exchange_config* config, std::int32_t P, const std::int32_t* ordinals,
+                                                                              const std::int32_t* devices, std::int32_t index) {
+  return waybill::jax::DeviceExchanges::instance().make_local(*config, P, ordinals, devices, index);
 }
 
 // For Python (ctypes): done calls on GPUs so far, and those of them that found their start.

@@ -67,6 +67,13 @@ def check_environment() -> None:
             os.environ.setdefault("WAYBILL_NCCL_LIBRARY", library)
 
 
+def check_local_environment() -> None:
+    """Where GPUs of one process wait for each other an eager load of kernels goes onto all of them at once, also onto one that waits for this one."""
+    if os.environ.get("CUDA_MODULE_LOADING", "LAZY") != "LAZY":
+        raise RuntimeError("several GPUs of one process need CUDA_MODULE_LOADING=LAZY (CUDA's default) before CUDA starts, it is "
+                           f"{os.environ['CUDA_MODULE_LOADING']}; unset it where the process starts")  # fmt: skip
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))

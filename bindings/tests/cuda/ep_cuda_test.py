@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism of the bindings under torchrun and jax.distributed: one process a GPU, or (nodes = 2) two on one GPU that NCCL takes for two machines."""
+"""Expert parallelism of the bindings under torchrun and jax.distributed: one process a GPU, or (nodes = 2) two on one GPU that NCCL takes for two machines.
+In JAX also several GPUs of one process."""
 
 import importlib.util
 import os
@@ -65,3 +66,14 @@ def test_jax_distributed(nodes):
         for worker in workers:
             worker.kill()
     assert all(f"process {index}: passed" in text for index, text in enumerate(texts)), "\n".join(text[-4000:] for text in texts)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_jax_one_process(gpus):
+    """One GPU: the same path with a group of one."""
+    needs("jax", gpus)
+    # Memory that XLA takes in the middle of a step would have to be mapped on the other GPUs, whose kernels wait for this one.
+    own = {**environment(), "CUDA_MODULE_LOADING": "LAZY", "XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
+    command = [sys.executable, HERE / "jax_ep_worker.py", "0", "1", "0", str(gpus)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150, env=own, check=False)
+    assert "process 0: passed" in run.stdout, run.stdout[-4000:] + run.stderr[-4000:]

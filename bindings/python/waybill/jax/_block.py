@@ -141,11 +141,12 @@ def moe_block(x: jax.Array, params: Mapping[str, jax.Array], config: MoeConfig, 
 
     On a GPU (config.recipe "bf16", "fp8", "mxfp8" or "nvfp4", a library with CUDA) matmuls run in bfloat16 or the recipe's formats and what backward
     needs is an array of XLA's (checkpoint_name waybill.jax.SAVED; saved_steps has no meaning). Gradients come in the dtype of the parameter, those of
-    float32 ones unrounded. axis_name: one process a GPU, the axis in the order of the processes. platform "cpu" or "cuda": needed where a program is
-    traced for another backend than JAX's default.
+    float32 ones unrounded. axis_name: an axis of one process a GPU in the order of the processes, or one whose GPUs lie within a process
+    (docs/howto/jax.md). platform "cpu" or "cuda": needed where a program is traced for another backend than JAX's default.
 
     ValueError where it is traced: wrong shapes, types, names and settings, a mesh axis that is missing or does not divide E. NotImplementedError: settings that
-    the layer on GPUs lacks, arrays on a GPU with a library without CUDA. RuntimeError (XLA's) when it runs: configs that differ between processes, a lost peer.
+    the layer on GPUs lacks, an axis of several processes with several GPUs each, arrays on a GPU with a library without CUDA. RuntimeError (XLA's) when it
+    runs: configs that differ between processes, a lost peer.
     """
     place = _device_block.platform(x, platform)
     on_gpu = place == "cuda"

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _abi, _core, _device
 from .._library import check
 from ..config import MoeConfig
-from . import _ffi, _mesh
+from . import _ffi, _local, _mesh
 
 _SINGLE = ("router_bias", "b1", "b2")  # those that the layer takes, and gives gradients of, in float32
 SAVED = "waybill_saved"  # checkpoint_name of what a forward leaves for its backward
@@ -46,20 +46,30 @@ def _settings(setup: Setup, T: int) -> tuple[_abi.MoeConfig, Any]:
     return struct, _ffi.config_bytes(struct)
 
 
-def ensure(make: str, struct: Any, axis_name: str | None, P: int, index: int = 0) -> None:
-    """Makes the layer or exchange of these settings on this process's GPUs, once; where the group has several processes this is collective.
+def ensure(what: str, struct: Any, axis_name: str | None, P: int, indices: tuple[int, ...] = (0,)) -> _local.Group | None:
+    """Makes the "layer" or "exchange" of these settings on this process's GPUs, once; where the group has several processes this is collective. Where the
+    ranks are several GPUs of a process: the group that they are made from when the program is lowered.
 
-    index: there may be several of the same settings."""
+    indices: there may be several of the same settings."""
+    devices = _local_gpus()
+    if not devices:
+        raise RuntimeError("platform 'cuda', but this process has no CUDA device")
+    if P > 1 and (jax.process_count() != P or len(devices) != 1):
+        return _local.Group(f"wbx_make_local_{what}", type(struct), bytes(struct), axis_name, P, indices)
+    for index in indices:
+        _make(f"wbx_make_device_{what}", struct, P, index, devices)
+    return None
+
+
+def _local_gpus() -> list[Any]:
+    return [device for device in jax.local_devices() if device.platform == "gpu"]
+
+
+def _make(make: str, struct: Any, P: int, index: int, devices: list[Any]) -> None:
     global _number_of_groups
     key = make.encode() + bytes(struct) + P.to_bytes(4, "little") + index.to_bytes(4, "little")
     if key in _made:
         return
-    devices = [device for device in jax.local_devices() if device.platform == "gpu"]
-    if P > 1 and (jax.process_count() != P or len(devices) != 1):
-        raise NotImplementedError(f"axis {axis_name!r} has {P} devices; on GPUs it must have all {jax.process_count()} processes, one GPU each "
-                                  f"(this one has {len(devices)})")  # fmt: skip
-    if not devices:
-        raise RuntimeError("platform 'cuda', but this process has no CUDA device")
     group = None
     if P > 1:
         _device.check_environment()
@@ -76,8 +86,8 @@ def ensure(make: str, struct: Any, axis_name: str | None, P: int, index: int = 0
     _made.add(key)
 
 
-def _ensure(setup: Setup, struct: _abi.MoeConfig) -> None:
-    ensure("wbx_make_device_layer", struct, setup.axis_name, setup.P)
+def _ensure(setup: Setup, struct: _abi.MoeConfig) -> _local.Group | None:
+    return ensure("layer", struct, setup.axis_name, setup.P)
 
 
 def _given(params: dict[str, jax.Array], mask: jax.Array | None, seed: jax.Array | None) -> int:
@@ -105,11 +115,11 @@ def _run(x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None, see
     (T, H), router = x.shape, setup.config.router
     struct, config = _settings(setup, T)
     saved = _device.saved_bytes(struct, setup.P)
-    _ensure(setup, struct)
+    group = _ensure(setup, struct)
     results = (_ffi.shape((T, H), x.dtype), _ffi.shape((T, router.K), _ffi.id_dtype(router.E)), _ffi.shape((T, router.K)), _ffi.shape((router.E,), jnp.int32),
                _ffi.shape((4,)), _ffi.shape((6,), jnp.int32), _ffi.shape((saved if training else 0,), jnp.uint8))  # fmt: skip
     out, *stats, kept = _ffi.call("device_moe_forward", results, *_operands(x, params, mask, seed), given=_given(params, mask, seed), P=setup.P,
-                                  training=training, config=config)  # fmt: skip
+                                  training=training, config=config, group=group)  # fmt: skip
     ids, weights, counts, losses, status = stats
     losses = losses * _share(setup, mask) if setup.training else jnp.zeros_like(losses)
     return (out, (jnp.sum(losses), losses, ids, weights, counts, status)), kept
@@ -130,7 +140,7 @@ def _backward(setup: Setup, residuals: Any, cotangents: Any) -> Any:
     x, params, mask, seed, kept = residuals
     d_out, (d_loss, d_losses, *_) = cotangents
     struct, config = _settings(setup, x.shape[0])
-    _ensure(setup, struct)
+    group = _ensure(setup, struct)
     trained = [name for name in _abi.MOE_TENSORS if name in params and name != "router_bias"]
     results = (_ffi.shape(x.shape, x.dtype), *(_ffi.shape(params[name].shape, jnp.float32 if name in _SINGLE else params[name].dtype) for name in trained))
     if _device.has_losses(setup.config):
@@ -139,7 +149,7 @@ def _backward(setup: Setup, residuals: Any, cotangents: Any) -> Any:
     else:
         factors = jnp.zeros(0, jnp.float32)
     dx, *gradients = _ffi.call("device_moe_backward", results, *_operands(x, params, mask, seed), kept, d_out.astype(jnp.bfloat16), factors,
-                               given=_given(params, mask, seed), P=setup.P, config=config)  # fmt: skip
+                               given=_given(params, mask, seed), P=setup.P, config=config, group=group)  # fmt: skip
     spread = {name: gradient.astype(params[name].dtype) for name, gradient in zip(trained, gradients)}
     if "router_bias" in params:
         spread["router_bias"] = jnp.zeros_like(params["router_bias"])

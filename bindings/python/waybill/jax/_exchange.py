@@ -59,8 +59,8 @@ class _Setup(NamedTuple):
 
     def call(self, op: str, results: Any, *operands: jax.Array, **options: Any) -> Any:
         if self.on_gpu:  # calls of a program come in one order on all devices: no meeting is needed
-            _device_block.ensure("wbx_make_device_exchange", self.struct(), self.axis_name, self.P)
-            return _ffi.call(f"device_{op}", results, *operands, **options, **self.attributes())
+            group = _device_block.ensure("exchange", self.struct(), self.axis_name, self.P)
+            return _ffi.call(f"device_{op}", results, *operands, group=group, **options, **self.attributes())
         return _ffi.call(op, results, self.place(op, *operands), *operands, **options, **self.attributes())
 
     def slots(self, dtype: Any) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def dispatch(
     x [T, H] float32 or bfloat16; ids, weights [T, K] from `router`. E experts, E / P on each of the P devices of `axis_name`. receive_factor f: the
     slot budget S_max = ceil(f * T * K), as ragged_buffer_factor elsewhere; 0 = worst case P * T * min(K, E / P). An overflow never drops
     rows silently: Slots.valid is 0 on every device. Differentiable in x. Backward plans again from the routes; nothing else is kept. On a GPU: H a
-    multiple of 8, ids int16 (int32 above 32,768 experts), one process a GPU, the axis in the order of the processes; platform: see moe_block.
+    multiple of 8, ids int16 (int32 above 32,768 experts), the axis as moe_block says; platform: see there.
     hierarchy: "flat", or "two_level"/"auto" for an axis over several nodes.
     """
     x, setup = prepare_dispatch(x, ids, weights, E, axis_name, receive_factor, alignment, hierarchy, _device_block.platform(x, platform) == "cuda")

@@ -19,7 +19,7 @@ from .. import _abi, _core
 from .._library import has_cuda, library
 from ..config import MoeConfig
 from ..group import single
-from . import _mesh
+from . import _local, _mesh
 
 TARGETS = ("router_forward", "router_losses", "router_backward", "grouped_matmul", "quantize", "dequantize", "dispatch", "combine", "combine_backward",
            "dispatch_start", "dispatch_done", "combine_start", "combine_done", "ticket", "moe_forward", "moe_backward", *(ON_DEVICES := (
@@ -50,6 +50,9 @@ def load() -> ctypes.CDLL:
     lib.wbx_mesh_set_peer.restype, lib.wbx_mesh_set_peer.argtypes = None, [c.c_uint32, c.c_char_p, c.c_int]
     for make, config in ((lib.wbx_make_device_layer, _abi.MoeConfig), (lib.wbx_make_device_exchange, _abi.ExchangeConfig)):
         make.restype, make.argtypes = c.c_int, [c.POINTER(config), c.c_int32, c.c_int32, c.c_int32, c.POINTER(_abi.ProcessGroup)]
+    for make, config in ((lib.wbx_make_local_layer, _abi.MoeConfig), (lib.wbx_make_local_exchange, _abi.ExchangeConfig)):
+        make.restype, make.argtypes = c.c_int, [c.POINTER(config), c.c_int32, c.POINTER(c.c_int32), c.POINTER(c.c_int32), c.c_int32]
+    lib.wbx_set_process.restype, lib.wbx_set_process.argtypes = None, [c.c_int32]
     lib.wbx_device_pair_counts.restype, lib.wbx_device_pair_counts.argtypes = None, [c.POINTER(c.c_int64)] * 2
     lib.wbx_mesh_start.restype, lib.wbx_mesh_start.argtypes = None, [c.c_uint32, c.c_int64]
     for target in TARGETS:
@@ -60,13 +63,19 @@ def load() -> ctypes.CDLL:
     return lib
 
 
-def call(target: str, results: Any, *operands: jax.Array, **attributes: Any) -> Any:
-    """One FFI call. Batched calls (vmap) run one after another, in order, on every rank alike."""
+def call(target: str, results: Any, *operands: jax.Array, group: _local.Group | None = None, **attributes: Any) -> Any:
+    """One FFI call. Batched calls (vmap) run one after another, in order, on every rank alike. group: the ranks are GPUs of one process."""
     load()
     # What comes from an array that differs between the devices of an axis differs, too; ffi_call wants equal marks and makes none.
     axes = frozenset().union(*(_varying_axes(operand) for operand in operands))
     operands = tuple(_vary_over(operand, axes) for operand in operands)
-    outputs = jax.ffi.ffi_call(f"waybill_{target}", results, vmap_method="sequential")(*operands, **attributes)
+    if group is not None:
+        outputs: Any = _local.call(target, results if isinstance(results, tuple) else (results,), group, *operands, **attributes)
+        outputs = tuple(outputs) if isinstance(results, tuple) else outputs[0]
+    else:
+        if target in ON_DEVICES:
+            attributes["groups"] = _local.NO_GROUPS
+        outputs = jax.ffi.ffi_call(f"waybill_{target}", results, vmap_method="sequential")(*operands, **attributes)
     return jax.tree.map(lambda output: _vary_over(output, axes), outputs)
 
 

@@ -31,18 +31,21 @@ class Pending:
 def _start(op: str, rows: jax.Array, ids: jax.Array, weights: jax.Array, setup: _exchange._Setup) -> Pending:
     operands = tuple(jax.lax.stop_gradient(array) for array in (rows, ids, weights))
     if setup.on_gpu:  # calls of a program come in one order on all devices: no meeting is needed
-        for index in (0, 1):  # a done without its start does the whole call, on the exchange of the whole calls
-            _device_block.ensure("wbx_make_device_exchange", setup.struct(), setup.axis_name, setup.P, index)
-        handle = _ffi.call(f"device_{op}_start", _ffi.shape((2,), jnp.uint32), *operands, **setup.attributes())
+        handle = _ffi.call(f"device_{op}_start", _ffi.shape((2,), jnp.uint32), *operands, group=_pair_group(setup), **setup.attributes())
         return Pending(rows, ids, weights, jnp.zeros(4, jnp.uint32), handle, setup)
     place = setup.place(op, *operands)
     handle = _ffi.call(f"{op}_start", _ffi.shape((2,), jnp.uint32), place, *operands, **setup.attributes())
     return Pending(rows, ids, weights, place, handle, setup)
 
 
+def _pair_group(setup: _exchange._Setup) -> Any:
+    # A done without its start does the whole call, on the exchange of the whole calls.
+    return _device_block.ensure("exchange", setup.struct(), setup.axis_name, setup.P, (0, 1))
+
+
 def _done(op: str, results: Any, place: jax.Array, operands: tuple[jax.Array, ...], setup: _exchange._Setup) -> Any:
     if setup.on_gpu:
-        return _ffi.call(f"device_{op}_done", results, *operands, **setup.attributes())
+        return _ffi.call(f"device_{op}_done", results, *operands, group=_pair_group(setup), **setup.attributes())
     return _ffi.call(f"{op}_done", results, place, *operands, **setup.attributes())
 
 
