@@ -130,6 +130,7 @@ def mixed():
 
 def given():
     """What the processes compare before they make a group on GPUs."""
+    from jax._src import distributed
     from waybill.jax import _mesh
 
     values = _mesh.gather(1, "layer", bytes([process]) * 3)
@@ -138,6 +139,12 @@ def given():
         error = "none"
     except RuntimeError as refusal:
         error = str(refusal)
+    client = distributed.global_state.client
+    # Process 0 keeps the store: it ends when the other has read it.
+    if process:
+        client.key_value_set("read", "1")
+    else:
+        client.blocking_key_value_get("read", 60000)
     tell(values=[value.hex() for value in values], error=error)
 
 

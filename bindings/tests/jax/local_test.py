@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several GPUs of one process, as far as a machine without a GPU goes: which rank is where, what is made when a program is lowered, refusals."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -201,3 +205,11 @@ def test_arrays_on_the_cpu_are_refused_when_it_runs(made):
     with pytest.raises(jax.errors.JaxRuntimeError, match="traced for a GPU"):
         jax.block_until_ready(step(*ARGUMENTS))
     assert made == []
+
+
+def test_the_worker_of_several_gpus_is_right_on_cpu_devices():
+    """What ep_cuda_test.py runs on two and four GPUs, so that it does not wait for them to be tried: values, gradients, device order, two groups."""
+    worker = pathlib.Path(__file__).parent.parent / "cuda" / "jax_ep_worker.py"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    run = subprocess.run([sys.executable, worker, "0", "1", "0", "4"], capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert "process 0: passed" in run.stdout, run.stdout[-2000:] + run.stderr[-4000:]
