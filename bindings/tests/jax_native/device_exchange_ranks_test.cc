@@ -6,7 +6,7 @@
 #include <memory>
 #include <random>
 
-#include "cuda/router_harness.h"
+#include "cuda/moe_harness.h"
 #include "jax_native/rank_threads.h"
 
 namespace waybill::jax {
@@ -37,7 +37,7 @@ class Group {
   explicit Group(const std::vector<std::int32_t>& ordinals, std::uint64_t seed = 5)
       : P_(static_cast<std::int64_t>(ordinals.size())), L_(kE / P_), S_(P_ * kT * std::min(kK, L_)), groups_(groups_of(ordinals)), random_(seed) {
     const std::vector<std::int32_t> devices(ordinals.size(), 0);
-    cuda::register_router();  // else the library takes CPU arrays only
+    cuda::register_moe_kernels();  // else the library takes CPU arrays only
     wbx_set_process(kProcess);
     for (const std::int32_t index : {0, 1}) {
       EXPECT_EQ(wbx_make_local_exchange(&config_, static_cast<std::int32_t>(P_), ordinals.data(), devices.data(), index), WB_OK) << wb_last_error();
