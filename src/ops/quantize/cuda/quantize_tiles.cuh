@@ -6,6 +6,7 @@
 // Bytes: x once, every kind of codes once.
 #pragma once
 
+#include "core/cuda/launch.h"
 #include "ops/quantize/cuda/launch_grid.h"
 #include "ops/quantize/cuda/quantize_tile.cuh"
 
@@ -63,6 +64,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
   extern __shared__ __align__(16) int memory[];
   __shared__ TileShared<kBlock, kDivides> shared;
   auto* next = reinterpret_cast<uint4*>(memory);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kHints) ptx::wait_for_dependencies(), ptx::launch_dependents();  // may start while the kernel before it ends
+#endif
   GroupTable table;
   table.build<128, kBlock == 128 ? 0 : kBlock>(x, memory + kTile * kTile / (kIsBf16 ? 2 : 1));
   const unsigned column_tiles = static_cast<unsigned>(x.columns + kTile - 1) / kTile, num_units = static_cast<unsigned>(table.num_blocks()) * column_tiles;
@@ -96,15 +100,23 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kBlock, kIsBf16, kDivides
   }
 }
 
+// Programmatic dependent launch, on the current device.
+inline bool can_start_early() {
+  int device = 0, major = 0;
+  (void)cudaGetDevice(&device), (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major >= 9;
+}
+
 template <ElementFormat kFormat, bool kDivides, int kBlock, bool kIsTile>
 void launch(const WideRows& x, const CodedRows& rows, const CodedRows& columns, cudaStream_t stream) {
   const std::int64_t units = (x.rows / kTile + x.groups) * ((x.columns + kTile - 1) / kTile);
   int ctas_per_sm = x.is_bf16 ? kCtasPerSm<kBlock, true, kDivides> : kCtasPerSm<kBlock, false, kDivides>;
   auto kernel = x.is_bf16 ? quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true, false> : quantize_tiles<kFormat, kDivides, kBlock, kIsTile, false, false>;
+  bool starts_early = false;  // not with two CTAs an SM: the next launch's would take the room that they leave (measured)
   if constexpr (kCanHint<kBlock, kDivides, kIsTile>) {
     if (x.is_bf16 && rows.codes != nullptr && columns.turned != nullptr) {
       if (x.columns >= kWideRow) {
-        kernel = quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true, true>;
+        kernel = quantize_tiles<kFormat, kDivides, kBlock, kIsTile, true, true>, starts_early = can_start_early();
       } else {
         ctas_per_sm = 2;
       }
@@ -112,7 +124,7 @@ void launch(const WideRows& x, const CodedRows& rows, const CodedRows& columns, 
   }
   const std::size_t bytes = kTile * kTile * (x.is_bf16 ? 2u : 4u) + GroupTable::bytes(x.groups, kBlock == 128 ? 1 : 2);
   allow_shared(kernel, bytes + sizeof(TileShared<kBlock, kDivides>));
-  kernel<<<persistent_ctas(units, ctas_per_sm), kThreads, static_cast<unsigned>(bytes), stream>>>(x, rows, columns);
+  launch_kernel(kernel, persistent_ctas(units, ctas_per_sm), kThreads, bytes, stream, starts_early, x, rows, columns);
 }
 
 template <ElementFormat kFormat>
