@@ -121,6 +121,9 @@ void write_slots(const wb_device_exchange& own, const TensorView& to, std::int32
 // Before the operands of a start: what was begun before has let go of them, whether its done came or not.
 InFlight& begin(Batch& batch) {
   wb_device_exchange& own = batch.own;
+  // A call queues behind all transfers of its GPU, here also behind those of ranks that wait for it.
+  WB_CHECK(own.memory->ranks_on_device() == 1, "start and done need a GPU for each rank, {} ranks of the group share cuda:{}", own.memory->ranks_on_device(),
+           own.where.index);
   own.memory->meet(batch.stream);
   if (own.begun == nullptr) own.begun = std::make_unique<InFlight>(own.where.index);
   if (own.begun->reserve(own.config, batch.stream)) own.exchange->tuning().fused_plan = false;  // a kernel of another stream may wait for peers, too
