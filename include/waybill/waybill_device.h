@@ -27,10 +27,10 @@ typedef struct wb_process_group {
   const char* address; /* name or number of rank 0's host */
 } wb_process_group;
 
-/* A group within one process, rank r on devices[r]: wb_device_moe_create_local, wb_device_exchange_create_local. One call makes all ranks and is no collective;
-   a rank's calls may then come from a thread of its own. GPUs reach each other's memory. Ranks may share a GPU, to try a group without several GPUs: their
-   kernels then take small shares of it (as many as CUDA_DEVICE_MAX_CONNECTIONS lets run beside each other; a stream a rank), and start/done pairs are refused.
- */
+/* A group within one process, rank r on devices[r]: wb_device_moe_create_local, wb_device_exchange_create_local. One call makes all ranks and is no collective.
+   The ranks' first calls wait for each other on the host (60 s), so each rank wants a thread of its own. GPUs reach each other's memory. Ranks may share a
+   GPU, to try a group without several GPUs: their kernels then take small shares of it (as many as CUDA_DEVICE_MAX_CONNECTIONS lets run beside each other; a
+   stream a rank), and start/done pairs are refused. */
 
 typedef struct wb_device_moe wb_device_moe;
 /* config.T_max must be given; what the layer on GPUs lacks is refused by name. group: null = one rank; else collective, all ranks with one config. Not in
