@@ -49,7 +49,7 @@ typedef struct wb_device_moe_outputs {
   wb_tensor ids, weights; /* [T, K] i16 (i32 above 32,768 experts), f32: this rank's routes */
   wb_tensor counts;       /* [E] i32: routes per expert over all ranks */
   wb_tensor losses;       /* [4] f32: auxiliary, sequence, global, z: this rank's share */
-  wb_tensor status;       /* [6] i32: valid, slot demand, slot capacity, rows, slots, flags */
+  wb_tensor status;       /* [6] i32: valid, slot demand, slot capacity, rows, slots, flags (1 slots, 2 rows above their budget, 8 a rank was lost) */
   wb_tensor saved;        /* [wb_device_moe_saved_bytes] u8, aligned to 16 bytes */
 } wb_device_moe_outputs;
 /* x [T, H] and matmul weights bf16, router_bias, b1, b2 f32, everything on the layer's device. options may be null: training, no padding; options.replay's ids
@@ -64,7 +64,7 @@ WB_API wb_status wb_device_moe_forward(wb_device_moe* layer, const wb_moe_tensor
 WB_API wb_status wb_device_moe_backward(wb_device_moe* layer, const wb_moe_tensors* parameters, const wb_moe_tensors* gradients, const wb_tensor* x,
                                         const wb_tensor* d_out, const wb_tensor* dx, const wb_moe_forward_options* options, const wb_tensor* saved,
                                         const float* loss_weights, const wb_stream* stream) WB_NOEXCEPT;
-/* Sticky faults of all calls so far; waits for the device. WB_PEER_FAILED with the text where a wait for another rank ran out. */
+/* Sticky faults of all calls so far; waits for the device. WB_PEER_FAILED with the text where a wait for another rank ran out, or the group has lost one. */
 WB_API wb_status wb_device_moe_get_status(wb_device_moe* layer, wb_step_status* status, const wb_stream* stream) WB_NOEXCEPT;
 
 /* ---- dispatch and combine --------------------------------------------------------------------------------------------- */

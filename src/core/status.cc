@@ -32,7 +32,9 @@ std::string describe(const StatusWord& status) {
   if (status.overflowed()) {
     add(fmt::format("receive overflow: slots {} of {}, rows {} of {}", status.slot_demand, status.slot_capacity, status.row_demand, status.row_capacity));
   }
-  if ((status.flags & kStatusTimeout) != 0) {
+  if ((status.flags & kStatusTimeout) != 0 && status.timeout_peer < 0) {
+    add("the group has lost a rank");
+  } else if ((status.flags & kStatusTimeout) != 0) {
     add(fmt::format("timeout: rank {} waited for rank {} in phase {}, expected {}, saw {}", status.timeout_rank, status.timeout_peer, status.timeout_phase,
                     status.timeout_expected, status.timeout_seen));
   }

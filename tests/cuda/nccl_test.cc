@@ -195,12 +195,13 @@ TEST(NcclTransportCuda, HostCollectivesBetweenTwoNodes) {
     ncclUniqueId id{};
     if (rank == 0) WB_TRY_NCCL(nccl.get_unique_id(&id));
     hand_out(self, &id, sizeof(id), std::chrono::milliseconds(10000));
-    ncclComm_t comm = nullptr;
-    WB_TRY_NCCL(nccl.comm_init_rank(&comm, 2, id, rank));
+    ncclComm_t started = nullptr;
+    WB_TRY_NCCL(nccl.comm_init_rank(&started, 2, id, rank));
+    const NcclComm comm(started);
     int wrong = 0;
     {
       const auto fabric =
-          make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm, rank, 2, plain_wait(nccl, comm, std::chrono::milliseconds(10000))), 2, rank, {});
+          make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm, 2, plain_wait(nccl, comm, std::chrono::milliseconds(10000))), 2, rank, {});
       fabric->barrier("start");
       std::int64_t sums[] = {rank + 1, 10 * (rank + 1)};
       fabric->all_reduce(std::span<std::int64_t>(sums), ReduceOp::kSum, "sums");
@@ -212,7 +213,7 @@ TEST(NcclTransportCuda, HostCollectivesBetweenTwoNodes) {
       fabric->broadcast(&value, sizeof(value), 1, "broadcast");
       wrong += value != 42 ? 4 : 0;
     }
-    WB_TRY_NCCL(nccl.comm_destroy(comm));
+    WB_TRY_NCCL(nccl.comm_destroy(started));
     return wrong;
   };
   EXPECT_THAT(run_processes(2, body), ::testing::Each(0));

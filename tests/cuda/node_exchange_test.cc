@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "cuda/node_harness.h"
@@ -104,6 +105,39 @@ TEST_P(NodeExchangeCuda, AnExceededBudgetIsToldToEveryNode) {
   std::vector<std::thread> threads;
   for (int n = 0; n < nodes; ++n) threads.emplace_back(run_node, n);
   for (std::thread& thread : threads) thread.join();
+}
+
+// What NcclWorld does to a rank whose group has lost another, without a loss: the poison of node 1's rank.
+TEST(NodeExchangeLost, AStepOfARankThatWasPoisonedIsInvalidAndHasNoResults) {
+  WB_NEEDS_GPU();
+  const ts::Group routes = two_level_group(2, 1);
+  ExchangeConfig config = routes.config();
+  config.T_max = kNodeTokens;
+  LocalRails rails(2, 1, 0);
+  const auto run_node = [&](int n) {
+    WB_TRY_CUDA(cudaSetDevice(0));
+    LocalRails::Node rail(rails, n);
+    const std::vector<int> devices{0};
+    CudaLocalGroup group(1, devices, std::size_t{64} << 20);
+    NodeGpu gpu(
+        config, rail, local_ranks(group, 0), 0, [&](const std::string& name, std::size_t bytes) { return group.window(name, bytes); },
+        [&](int index, std::uint64_t offset) { return group.at<void>(index, offset); });
+    for (const bool poisoned : {false, true}) {
+      if (poisoned && n == 1) WB_TRY_CUDA(cudaMemset(&group.at<DeviceControl>(0, 0)->poison, 1, sizeof(std::uint32_t)));
+      gpu.upload(0, routes, n);
+      gpu.queue(gpu.stream());
+      const ts::Floats out = gpu.out(0), d_weights = gpu.d_weights(0);
+      const bool is_empty = std::ranges::all_of(out, [](float x) { return x == 0; }) && std::ranges::all_of(d_weights, [](float x) { return x == 0; });
+      const bool is_lost = poisoned && n == 1;
+      EXPECT_EQ(is_empty, is_lost) << "node " << n;
+      EXPECT_EQ(gpu.is_valid(0), !is_lost) << "node " << n;
+      EXPECT_EQ(gpu.status(0).flags, is_lost ? kStatusTimeout : kStatusOk) << "node " << n;
+      EXPECT_EQ(describe(gpu.status(0)), is_lost ? "the group has lost a rank" : "ok") << "node " << n;
+    }
+  };
+  std::thread other(run_node, 1);
+  run_node(0);
+  other.join();
 }
 
 TEST(NodeExchangeSizes, BudgetsAreThoseOfOneDomain) {

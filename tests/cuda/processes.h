@@ -5,16 +5,15 @@
 #include <netinet/in.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "fabric/child_processes.h"
 #include "fabric/nccl/nccl_world.h"
 
 namespace waybill::cuda {
@@ -50,40 +49,20 @@ inline int free_port() {
   return ntohs(where.sin_port);
 }
 
-// Exit code of each process: what body() returned, 100 after an error (its text goes to stderr), 128 + signal.
+// Exit code of each process, as fork_ranks(), with a launcher's environment.
 inline std::vector<int> run_processes(int count, const std::function<int(int rank)>& body) {
   const int port = free_port();
-  std::fflush(nullptr);
-  std::vector<pid_t> children;
-  for (int rank = 0; rank < count; ++rank) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      for (const auto& [name, value] : {std::pair<const char*, std::string>{"RANK", std::to_string(rank)},
-                                        {"WORLD_SIZE", std::to_string(count)},
-                                        {"LOCAL_RANK", std::to_string(rank)},
-                                        {"WAYBILL_NCCL_ADDRESS", "127.0.0.1"},
-                                        {"WAYBILL_NCCL_PORT", std::to_string(port)},
-                                        {"CUDA_MODULE_LOADING", "EAGER"}}) {
-        ::setenv(name, value.c_str(), 1);
-      }
-      int code = 100;
-      try {
-        code = body(rank);
-      } catch (const std::exception& error) {
-        std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
-      }
-      std::fflush(nullptr);
-      ::_exit(code);  // without the parent's destructors
+  return test_support::fork_ranks(count, [&](int rank) {
+    for (const auto& [name, value] : {std::pair<const char*, std::string>{"RANK", std::to_string(rank)},
+                                      {"WORLD_SIZE", std::to_string(count)},
+                                      {"LOCAL_RANK", std::to_string(rank)},
+                                      {"WAYBILL_NCCL_ADDRESS", "127.0.0.1"},
+                                      {"WAYBILL_NCCL_PORT", std::to_string(port)},
+                                      {"CUDA_MODULE_LOADING", "EAGER"}}) {
+      ::setenv(name, value.c_str(), 1);
     }
-    children.push_back(child);
-  }
-  std::vector<int> codes;
-  for (const pid_t child : children) {
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
-  }
-  return codes;
+    return body(rank);
+  });
 }
 
 // GPUs that a process with NCCL can use; asked in a process of its own.

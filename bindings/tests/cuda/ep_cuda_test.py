@@ -77,3 +77,29 @@ def test_jax_one_process(gpus):
     command = [sys.executable, HERE / "jax_ep_worker.py", "0", "1", "0", str(gpus)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=150, env=own, check=False)
     assert "process 0: passed" in run.stdout, run.stdout[-4000:] + run.stderr[-4000:]
+
+
+def lose_the_second(commands, passed):
+    """Two processes, of which the second ends with code 7 in the middle of a run; the first must find out by itself and pass."""
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**environment(), **extra})
+               for command, extra in commands]  # fmt: skip
+    try:
+        texts = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert passed in texts[0] and [worker.returncode for worker in workers] == [0, 7], "\n".join(text[-4000:] for text in texts)
+
+
+@pytest.mark.parametrize("mode", ["eager", "replayed"])
+def test_torch_synchronize_ends_where_a_node_is_lost(mode):
+    needs("torch", 1)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    lose_the_second([([sys.executable, HERE / "torch_lost_worker.py", mode], {**group, "RANK": str(rank)}) for rank in range(2)], "rank 0: passed")
+
+
+@pytest.mark.parametrize("mode", ["called", "recorded"])
+def test_jax_block_until_ready_ends_where_a_node_is_lost(mode):
+    needs("jax", 1)
+    port = str(free_port())
+    lose_the_second([([sys.executable, HERE / "jax_lost_worker.py", mode, str(index), port], {}) for index in range(2)], "process 0: passed")

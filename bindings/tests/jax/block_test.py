@@ -196,6 +196,15 @@ def test_an_overflow_skips_the_update_and_is_reported():
         monitor.update(1, as_output(kept))
 
 
+def test_a_step_of_a_group_that_has_lost_a_rank_is_not_reported_as_an_overflow():
+    fine, lost = ([1, 5, 12, 3, 3, 0], [0, 5, 12, 0, 0, 8])
+    monitor = wbj.OverflowMonitor(every_n_steps=2)
+    for step, statuses in enumerate(([fine, fine], [fine, fine], [fine, lost])):
+        monitor.update(step, wbj.MoeOutput(None, None, None, None, None, jnp.array(statuses, jnp.int32)))
+    with pytest.raises(RuntimeError, match="steps 2 to 3: the group has lost a rank, results are worthless"):
+        monitor.update(3, wbj.MoeOutput(None, None, None, None, None, jnp.array([fine, fine], jnp.int32)))
+
+
 def test_padding_tokens_are_left_out():
     x, params = normal(2, 2, 5, 8), params_of(CONFIG)
     mask = jnp.zeros((2, 5), bool).at[1, 2:].set(True)

@@ -86,6 +86,7 @@ struct Batch {
   std::int64_t T;
 
   Batch(wb_device_exchange* handle, const wb_route* given, const wb_stream* on) : own(required(handle, "exchange")), stream(nullptr), T(0) {
+    own.memory->check("exchange");
     const RouteView view = to_route(given, "route", Memory::kAny);
     WB_CHECK(
         view.device == own.where && view.K == own.config.K && view.E == own.config.E && view.T <= own.config.T_max && view.id_dtype == route_id_dtype(view.E),
@@ -209,6 +210,7 @@ wb_status wb_device_exchange_dispatch_done(wb_device_exchange* exchange, const w
                                            const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_exchange& own = required(exchange, "exchange");
+    own.memory->check("exchange");
     const TensorView to = own.checked_rows(slots, own.exchange->budget().padded_slots, true, "slots");
     (void)required(sizes, "sizes"), (void)required(valid, "valid");
     const auto queue = static_cast<cudaStream_t>(stream_on(stream, own.where, "the exchange").native);
@@ -259,6 +261,7 @@ wb_status wb_device_exchange_combine_start(wb_device_exchange* exchange, const w
 wb_status wb_device_exchange_combine_done(wb_device_exchange* exchange, const wb_tensor* out, const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_exchange& own = required(exchange, "exchange");
+    own.memory->check("exchange");
     const auto queue = static_cast<cudaStream_t>(stream_on(stream, own.where, "the exchange").native);
     InFlight& from = begun(own, InFlight::Kind::kCombine, "wb_device_exchange_combine_start");
     const TensorView to = own.checked_rows(out, from.T, false, "out");

@@ -167,6 +167,7 @@ wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* par
                                 const wb_device_moe_outputs* outputs, const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_moe& own = required(handle, "layer");
+    own.memory->check("forward");
     const std::lock_guard lock(own.calls);
     const TensorView inputs[] = {to_view(x, "x", Memory::kAny)};
     const std::int64_t T = tokens_of(inputs[0]);
@@ -185,7 +186,7 @@ wb_status wb_device_moe_forward(wb_device_moe* handle, const wb_moe_tensors* par
     copy_out(to.ids, route.ids, queue), copy_out(to.weights, route.weights, queue);
     const std::int32_t* totals = own.step.total_counts(0);
     cuda::launch_step_results({&own.step.report(0), totals != nullptr ? totals : own.step.counts(0), static_cast<std::int32_t>(own.config.E),
-                               static_cast<std::int32_t>(own.layer.budget().slots), static_cast<std::int32_t*>(to.counts.data),
+                               static_cast<std::int32_t>(own.layer.budget().slots), own.layer.budget().rows, static_cast<std::int32_t*>(to.counts.data),
                                static_cast<float*>(to.losses.data), static_cast<std::int32_t*>(to.status.data)},
                               queue);
     cuda::check_launch("moe_step_results");
@@ -200,6 +201,7 @@ wb_status wb_device_moe_backward(wb_device_moe* handle, const wb_moe_tensors* pa
                                  const float* loss_weights, const wb_stream* stream) noexcept {
   return guarded([&] {
     wb_device_moe& own = required(handle, "layer");
+    own.memory->check("backward");
     const std::lock_guard lock(own.calls);
     const TensorView inputs[] = {to_view(x, "x", Memory::kAny)}, d_outs[] = {to_view(d_out, "d_out", Memory::kAny)}, dxs[] = {to_view(dx, "dx", Memory::kAny)};
     const ForwardOptions given(options, own, tokens_of(inputs[0]));
@@ -233,6 +235,7 @@ wb_status wb_device_moe_get_status(wb_device_moe* handle, wb_step_status* status
   return guarded([&] {
     wb_device_moe& own = required(handle, "layer");
     write_struct(status, from_status(own.layer.status(0, native(stream, own.where))), "status");
+    own.memory->check("status");
     if (const std::string error = own.memory->first_error(); !error.empty()) WB_FAIL(ErrorCode::kPeerFailed, "{}", error);
   });
 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstdlib>
 
 #include "capi/cuda/process_memory.h"
@@ -7,21 +8,27 @@
 namespace waybill::capi {
 namespace {
 
-int ranks_per_node(bool may_have_nodes) {
-  const char* forced = std::getenv("WAYBILL_RANKS_PER_NODE");
-  if (!may_have_nodes) return cuda::kOneNode;
-  if (forced == nullptr || *forced == 0) return cuda::kNodesByTopology;
+// The number that an environment variable holds; none: `otherwise`.
+int positive(const char* name, int most, int otherwise) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == 0) return otherwise;
   char* end = nullptr;
-  const long ranks = std::strtol(forced, &end, 10);
-  WB_CHECK(*end == 0 && ranks >= 1 && ranks <= 1 << 20, "WAYBILL_RANKS_PER_NODE must be a positive whole number, got \"{}\"", forced);
-  return static_cast<int>(ranks);
+  const long number = std::strtol(text, &end, 10);
+  WB_CHECK(*end == 0 && number >= 1 && number <= most, "{} must be a whole number of 1 to {}, got \"{}\"", name, most, text);
+  return static_cast<int>(number);
+}
+
+int ranks_per_node(bool may_have_nodes) { return may_have_nodes ? positive("WAYBILL_RANKS_PER_NODE", 1 << 20, cuda::kNodesByTopology) : cuda::kOneNode; }
+
+cuda::NcclOptions world_options(std::size_t bytes, bool may_have_nodes) {
+  const std::chrono::milliseconds timeout(positive("WAYBILL_GPU_TIMEOUT_MS", 1 << 30, 60000));
+  return {bytes, timeout, ranks_per_node(may_have_nodes), std::max(timeout, std::chrono::milliseconds(60000))};
 }
 
 class NcclMemory final : public ProcessMemory {
  public:
   NcclMemory(const wb_process_group& group, std::size_t bytes, bool may_have_nodes)
-      : world_(cuda::NcclOptions{bytes, std::chrono::milliseconds(60000), ranks_per_node(may_have_nodes)},
-               cuda::ProcessRank{group.rank, group.size, group.device, group.address, group.port}) {}
+      : world_(world_options(bytes, may_have_nodes), cuda::ProcessRank{group.rank, group.size, group.device, group.address, group.port}) {}
   int size() const override { return world_.size(); }
   int num_nodes() const override { return world_.num_nodes(); }
   cuda::Rail* rail() override { return &world_.rail(); }
@@ -29,6 +36,7 @@ class NcclMemory final : public ProcessMemory {
   std::uint64_t window(const std::string& name, std::size_t bytes) override { return world_.window(name, bytes); }
   void everybody_is_ready() override { world_.host_fabric().barrier("MoE layer is there"); }
   std::string first_error() const override { return world_.first_error(); }
+  void check(const char* what) const override { world_.check(what); }
 
  private:
   cuda::NcclWorld world_;

@@ -35,6 +35,8 @@ class ProcessMemory {
   virtual void meet(cudaStream_t) {}
   virtual bool is_local_group() const { return false; }
   virtual int ranks_on_device() const { return 1; }  // of this process, launched one by one
+  // kPeerFailed or kTimeout, naming the rank, once the group has lost one; does not wait. What every call of a handle does first.
+  virtual void check(const char* what) const { (void)what; }
 };
 
 // The caller's group on `device`, checked; size 1 where none is given. kUnsupported, with what is missing, where this machine has no such GPU.

@@ -237,6 +237,7 @@ class DeviceExchange {
   void reset() const;
 
  protected:
+  const ExchangeParams& params() const { return params_; }
   RowType row_type(const char* what, DType dtype) const;
   // What goes within one NVLink domain only.
   void check_one_node(const char* call) const;

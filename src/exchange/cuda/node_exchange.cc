@@ -91,6 +91,8 @@ NodeArgs NodeExchange::args(const DeviceHandle& handle, std::size_t i) const {
                   reinterpret_cast<ChunkHeader*>(at(layout_.headers)),
                   rows_[i].send.data(),
                   part_of<float>(rows_[i].send, routes),
+                  &reinterpret_cast<const DeviceControl*>(params().ranks.table.base[rank(static_cast<int>(i))])->poison,
+                  params().call[i].status,
                   at(layout_.ids),
                   rows_[i].all.as<float>()};
 }
@@ -160,7 +162,7 @@ void NodeExchange::share_verdict(const DeviceHandle& handle, cudaStream_t stream
   }
   send_between_nodes(send, receive, sizeof(HandleHeader), stream);
   for (std::size_t i = 0; i < rows_.size(); ++i) {
-    launch_node_verdict(static_cast<const HandleHeader*>(receive[i]), num_nodes(), node(), static_cast<HandleHeader*>(const_cast<void*>(send[i])), stream);
+    launch_node_verdict(args(handle, i), static_cast<const HandleHeader*>(receive[i]), static_cast<HandleHeader*>(const_cast<void*>(send[i])), stream);
     check_launch("exchange_node_verdict");
   }
 }
@@ -205,7 +207,7 @@ void NodeExchange::combine(const DeviceHandle& handle, std::uint64_t window, DTy
     const NodeSum sum{part_of<unsigned char>(rows_[i].all, static_cast<std::size_t>(node()) * part),
                       rows_[i].returned.data(),
                       base.empty() ? nullptr : base[i],
-                      header(handle, static_cast<int>(i)),
+                      const_cast<HandleHeader*>(header(handle, static_cast<int>(i))),
                       out[i].data,
                       out[i].stride == 0 ? group_.H : out[i].stride,
                       static_cast<std::int32_t>(group_.H)};

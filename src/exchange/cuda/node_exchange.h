@@ -9,8 +9,8 @@
 // Everything between dispatch and combine (layout, permute, matmuls, unpermute_reduce) is the node's own. Rows of an expert lie by source index in the node,
 // then source node, then token: with one rank a node in the order of one domain, to the bit. Partials inside a node are fp32; combine_wire says what travels
 // between nodes. Bits: those of the CPU engine's two-level exchange. An exceeded budget is told to all nodes within plan(). Ranks of a node that wait in vain
-// end in its status word, as in DeviceExchange; a lost node is named by NcclWorld::synchronize() within its timeout. Calls share buffers: one stream, or
-// streams that are ordered, for all calls that cross nodes.
+// end in its status word, as in DeviceExchange; once the group is given up (NcclWorld, which names the lost rank) handles become invalid, results 0, and the
+// status word has kStatusTimeout with peer -1. Calls share buffers: one stream, or streams that are ordered, for all calls that cross nodes.
 #pragma once
 
 #include <span>

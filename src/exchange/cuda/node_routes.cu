@@ -4,7 +4,7 @@
 // node_routes: grid (N), 1,024 threads. Reads [T, K] ids once a node. node_trim: grid (8, N). node_values: grid (64).
 // Worked example, N = 2, E = 4, own node 0, ids {{2, 0}, {1, 0}, {3, -1}}: node 1 gets tokens {0, 2} with ids {{0, -1}, {1, -1}}, node 0 keeps
 // {{-1, 0}, {1, 0}, {-1, -1}} at tokens 0, 1, 2.
-#include "exchange/cuda/node_kernels.h"
+#include "exchange/cuda/node_lost.cuh"
 #include "exchange/cuda/plan_tile.cuh"
 
 namespace waybill::cuda {
@@ -94,10 +94,11 @@ __global__ void __launch_bounds__(kThreads) exchange_node_trim(const NodeArgs ar
 
 __global__ void __launch_bounds__(kThreads) exchange_node_values(const NodeArgs args, const float* own, const float* returned, float* d_weights) {
   const std::int64_t count = static_cast<std::int64_t>(args.T) * args.K;
+  const bool is_lost = is_given_up(args);
   for (std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < count; at += gridDim.x * kThreads) {
     const int id = id_at(args.ids, args.id_bytes, at), t = static_cast<int>(at / args.K), k = static_cast<int>(at % args.K);
     float value = 0;
-    if (is_valid_id(id, args.E)) {
+    if (is_valid_id(id, args.E) && !is_lost) {
       const int m = id / (args.E / args.N);
       const std::int64_t part = static_cast<std::int64_t>(m) * args.T_max;
       value = (m == args.node ? own : returned)[(part + args.position[part + t]) * args.K + k];

@@ -3,7 +3,7 @@
 //
 // Grid (128, N) and (264), 512 threads, a warp a row. node_rows reads a row once for each node that needs it. node_sum adds in node order in
 // fp32, starting with the first part; what crossed no link comes last, as in combine.
-#include "exchange/cuda/node_kernels.h"
+#include "exchange/cuda/node_lost.cuh"
 #include "exchange/cuda/row_vectors.cuh"
 
 namespace waybill::cuda {
@@ -27,7 +27,8 @@ template <class Wire, class Out>
 __global__ void __launch_bounds__(kRowThreads) exchange_node_sum(const NodeArgs args, const NodeSum sum) {
   constexpr int kValues = Vector<Wire>::kValues;
   const int lane = static_cast<int>(threadIdx.x) & 31, H = sum.H;
-  const bool is_valid = sum.header->valid != 0;
+  const bool is_lost = is_given_up(args), is_valid = sum.header->valid != 0 && !is_lost;
+  if (is_lost && blockIdx.x == 0 && threadIdx.x == 0) mark_given_up(args, sum.header);
   for (int t = static_cast<int>((threadIdx.x >> 5) * gridDim.x + blockIdx.x); t < args.T; t += static_cast<int>(gridDim.x) * (kRowThreads / 32)) {
     for (int h = lane * kValues; h < H; h += 32 * kValues) {
       float total[kValues] = {};

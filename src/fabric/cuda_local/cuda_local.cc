@@ -2,39 +2,17 @@
 #include "fabric/cuda_local/cuda_local.h"
 
 #include <algorithm>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "core/cuda/cuda_error.h"
+#include "fabric/cuda_local/peer_access.h"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr std::uint64_t kAlignment = 256;
 std::uint64_t aligned(std::uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-// Pairs that this process has switched on: asking CUDA again is an error of its own, which tools report.
-bool first_request(int device, int peer) {
-  static std::mutex mutex;
-  static std::set<std::pair<int, int>> pairs;
-  const std::lock_guard<std::mutex> lock(mutex);
-  return pairs.emplace(device, peer).second;
-}
-
-void enable_peer_access(int device, int peer) {
-  int can_access = 0;
-  WB_TRY_CUDA(cudaDeviceCanAccessPeer(&can_access, device, peer));
-  WB_CHECK(can_access == 1, "cuda:{} cannot reach the memory of cuda:{}; cuda_local needs peer access between all its GPUs", device, peer);
-  if (!first_request(device, peer)) return;
-  const DeviceGuard guard(device);
-  const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
-  if (error == cudaErrorPeerAccessAlreadyEnabled) {  // by someone else in this process
-    (void)cudaGetLastError();
-    return;
-  }
-  WB_TRY_CUDA(error);
-}
 
 }  // namespace
 
@@ -46,11 +24,10 @@ CudaLocalGroup::CudaLocalGroup(int P, std::span<const int> devices, std::size_t 
   const int G = static_cast<int>(devices.size());
   WB_CHECK(G >= 1 && G <= P, "{} ranks need 1 to {} GPUs, got {}", P, P, G);
   WB_CHECK(timeout.count() > 0, "the timeout must be positive, got {} ms", timeout.count());
-  for (int a = 0; a < G; ++a) {
-    for (int b = 0; b < G; ++b) {
-      if (devices[static_cast<std::size_t>(a)] != devices[static_cast<std::size_t>(b)]) {
-        enable_peer_access(devices[static_cast<std::size_t>(a)], devices[static_cast<std::size_t>(b)]);
-      }
+  check_peer_access(devices);
+  for (const int a : devices) {
+    for (const int b : devices) {
+      if (a != b) enable_peer_access(a, b);
     }
   }
   for (int rank = 0; rank < P; ++rank) {

@@ -93,7 +93,7 @@ void Lifeline::connect(const std::vector<std::uint64_t>& addresses, std::chrono:
     if (socket.fd() < 0 || !send_all(socket.fd(), &own, sizeof(own), end)) {
       WB_FAIL(ErrorCode::kTimeout, "rank {} of {} could not connect to rank {} within {} ms", rank_, size_, r, timeout.count());
     }
-    peers_.push_back(Peer{r, std::move(socket), {}, 0, false, false});
+    peers_.push_back(Peer{r, std::move(socket), {}, 0, false, false, 0});
   }
   while (higher > 0) {
     Socket socket = accept_from(listener, end);
@@ -102,7 +102,7 @@ void Lifeline::connect(const std::vector<std::uint64_t>& addresses, std::chrono:
     const bool said = receive_all(socket.fd(), &r, sizeof(r), std::min(end, SocketClock::now() + std::chrono::seconds(2)));
     const bool is_new = std::none_of(peers_.begin(), peers_.end(), [&](const Peer& peer) { return peer.rank == r; });
     if (!said || r <= rank_ || r >= size_ || !is_neighbour(r) || !is_new) continue;  // no rank of this group
-    peers_.push_back(Peer{r, std::move(socket), {}, 0, false, false});
+    peers_.push_back(Peer{r, std::move(socket), {}, 0, false, false, 0});
     --higher;
   }
   for (const Peer& peer : peers_) keep_alive(peer.socket.fd());
@@ -110,7 +110,7 @@ void Lifeline::connect(const std::vector<std::uint64_t>& addresses, std::chrono:
 
 Lifeline::~Lifeline() {
   for (Peer& peer : peers_) {
-    if (lost_ < 0) send(peer, Message{kLeaves, rank_});
+    if (lost_ < 0) send(peer, Message{kLeaves, rank_, 0, 0});
   }
 }
 
@@ -123,7 +123,7 @@ bool Lifeline::read(Peer& peer) {
   while (!peer.has_left) {
     const ssize_t got = ::recv(peer.socket.fd(), reinterpret_cast<char*>(&peer.message) + peer.have, sizeof(Message) - peer.have, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return true;
-    if (got <= 0) return lose(peer.rank, true);
+    if (got <= 0) return lose(peer.rank, Loss::kEnded);
     peer.have += static_cast<std::size_t>(got);
     if (peer.have < sizeof(Message)) continue;
     peer.have = 0;
@@ -131,50 +131,79 @@ bool Lifeline::read(Peer& peer) {
       case kLeaves:
         peer.has_left = true;
         break;
-      case kEnded:
-      case kSilent:
-        return lose(peer.message.rank, peer.message.kind == kEnded);
+      case kIsLost:
+        return lose(peer.message.rank, static_cast<Loss>(peer.message.why));
       case kAsks:
-        send(peer, Message{kAnswers, rank_});
+        send(peer, Message{kAnswers, static_cast<std::int32_t>(progress_), 0, 0});
         break;
       default:
-        peer.has_answered = true;
+        peer.has_answered = true, peer.progress = static_cast<std::uint32_t>(peer.message.rank);
     }
   }
   return true;
 }
 
-bool Lifeline::lose(int rank, bool has_ended) {
-  lost_ = rank, has_ended_ = has_ended;
+bool Lifeline::lose(int rank, Loss why) {
+  lost_ = rank, loss_ = why;
   return false;
 }
 
-int Lifeline::lost() {
+int Lifeline::look() {
   for (Peer& peer : peers_) {
     if (lost_ < 0) (void)read(peer);
   }
   return lost_;
 }
 
-void Lifeline::tell(int rank, bool has_ended) noexcept {
-  if (std::exchange(has_told_, true)) return;
-  lost_ = rank, has_ended_ = has_ended;
-  for (Peer& peer : peers_) send(peer, Message{has_ended ? kEnded : kSilent, rank});
+int Lifeline::lost() {
+  const std::lock_guard lock(mutex_);
+  return look();
 }
 
-std::vector<int> Lifeline::silent(std::chrono::milliseconds patience) {
-  for (Peer& peer : peers_) peer.has_answered = false, send(peer, Message{kAsks, rank_});
+Loss Lifeline::loss() const {
+  const std::lock_guard lock(mutex_);
+  return loss_;
+}
+
+void Lifeline::tell(int rank, Loss why) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(has_told_, true)) return;
+  (void)lose(rank, why);
+  for (Peer& peer : peers_) send(peer, Message{kIsLost, rank, static_cast<std::int32_t>(why), 0});
+}
+
+void Lifeline::report(std::uint32_t progress) {
+  const std::lock_guard lock(mutex_);
+  progress_ = progress;
+}
+
+Lifeline::Answers Lifeline::ask(std::chrono::milliseconds patience) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (Peer& peer : peers_) peer.has_answered = false, send(peer, Message{kAsks, rank_, 0, 0});
+  }
   const auto start = SocketClock::now();
-  std::vector<int> ranks;
-  do {
-    ranks.clear();
-    if (lost() >= 0) break;
-    for (const Peer& peer : peers_) {
-      if (peer.has_left || !peer.has_answered) ranks.push_back(peer.rank);
+  Answers answers;
+  while (true) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (look() >= 0) return Answers{};
+      const auto behind = [&](const Peer& peer) { return static_cast<std::int32_t>(progress_ - peer.progress); };
+      std::vector<const Peer*> late;
+      answers = {};
+      for (const Peer& peer : peers_) {
+        const bool answers_now = !peer.has_left && peer.has_answered;
+        if (!answers_now) answers.silent.push_back(peer.rank);
+        if (answers_now && behind(peer) > 0) late.push_back(&peer);
+      }
+      std::stable_sort(late.begin(), late.end(), [&](const Peer* a, const Peer* b) { return behind(*a) > behind(*b); });
+      for (const Peer* peer : late) answers.late.push_back(peer->rank);
     }
+    const bool has_all = answers.silent.empty();
+    if (has_all && !answers.late.empty()) return answers;
+    if (left_ms(start + (has_all ? 2 : 1) * patience) == 0) return answers;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  } while (left_ms(start + (ranks.empty() ? 2 : 1) * patience) > 0);
-  return ranks;
+  }
 }
 
 }  // namespace waybill::cuda

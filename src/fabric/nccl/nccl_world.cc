@@ -10,6 +10,7 @@
 #include "core/cuda/cuda_error.h"
 #include "fabric/nccl/bounded_call.h"
 #include "fabric/nccl/nccl_pointers.h"
+#include "fabric/nccl/nccl_progress.h"
 #include "fabric/nccl/nccl_rail.h"
 #include "fabric/nccl/nccl_transport.h"
 
@@ -38,7 +39,8 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
       used_(rounded(sizeof(DeviceControl), kAlignment)),
       timeout_(options.timeout),
       start_timeout_(std::max(options.timeout, options.start_timeout)),
-      side_(device_) {
+      side_(device_),
+      progress_(sizeof(RailProgress)) {
   WB_CHECK(options.ranks_per_node != kOneNode || self.size <= kMaxDevicePeers, "a node has 1 to {} ranks, got P = {}", kMaxDevicePeers, self.size);
   WB_CHECK(options.timeout.count() > 0, "the timeout must be positive, got {} ms", options.timeout.count());
   const NcclLibrary& nccl = nccl_library();
@@ -47,12 +49,18 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   if (self.rank == 0) WB_TRY_NCCL(nccl.get_unique_id(&id));
   hand_out(self, &id, sizeof(id), start_ms);
   start_nccl(id);
+  const auto enter_thread = [device = device_] {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaSetDevice(device), (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  };
+  watch_ = std::make_unique<NcclWatch>(nccl, comm_, self.rank, self.size, NcclWatch::Hooks{enter_thread, [this] { poison(); }});
   const auto collective = [this](cudaStream_t stream, ncclResult_t error) {
+    watch_->count_collective();
     if (error != ncclSuccess) refuse(stream, "a host collective", error);
     await(stream, "a host collective", rail_ == nullptr ? start_timeout_ : timeout_, /*has_results=*/true);
   };
-  fabric_ = make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm_, self.rank, self.size, collective), self.size, self.rank,
-                               FabricOptions{.timeout = options.timeout});
+  fabric_ =
+      make_caller_fabric(std::make_unique<NcclTransport>(nccl, comm_, self.size, collective), self.size, self.rank, FabricOptions{.timeout = options.timeout});
   std::int64_t sizes[2] = {static_cast<std::int64_t>(arena_bytes_), -static_cast<std::int64_t>(arena_bytes_)};
   fabric_->all_reduce(std::span<std::int64_t>(sizes), ReduceOp::kMax, "nccl arena");
   WB_CHECK(sizes[0] == -sizes[1], "the arenas of all ranks must have one size, got {} to {} bytes", -sizes[1], sizes[0]);
@@ -64,10 +72,18 @@ NcclWorld::NcclWorld(const NcclOptions& options, const ProcessRank& self)
   WB_TRY_CUDA(cudaMemset(arena_, 0, arena_bytes_));
   WB_TRY_CUDA(cudaDeviceSynchronize());
   map_arena(choose_nodes(options.ranks_per_node));
-  if (num_nodes() > 1) lifeline_ = std::make_unique<Lifeline>(*fabric_, self, peers_.size, start_ms);
+  auto* const progress = progress_.at<RailProgress>(0);
+  if (num_nodes() > 1) {
+    lifeline_ = std::make_unique<Lifeline>(*fabric_, self, peers_.size, start_ms);
+    for (std::uint32_t* count : {&progress->begun, &progress->ended}) launch_nccl_progress(count, side_);  // a kernel's first launch loads it
+    check_launch("nccl_progress");
+    side_.synchronize();
+    WB_CHECK(progress->begun == 1 && progress->ended == 1, "rank {} of {}: kernels do not reach host memory", self.rank, self.size);
+  }
   fabric_->barrier("nccl arena is there");
-  rail_ = make_nccl_rail(nccl, comm_, self.rank, peers_.size, self.size,
+  rail_ = make_nccl_rail(nccl, comm_, self.rank, peers_.size, self.size, num_nodes() > 1 ? progress : nullptr, &at<DeviceControl>(0)->poison,
                          [this](cudaStream_t stream, ncclResult_t error) { refuse(stream, "messages between nodes", error); });
+  if (num_nodes() > 1) watch_->start(*lifeline_, peers_.size, *progress, timeout_);
 }
 
 // NCCL's own collective calls, which wait for other processes without a timeout. `call` owns what it touches: a thread of its own runs it, and goes on where
@@ -106,7 +122,7 @@ void NcclWorld::start_nccl(const ncclUniqueId& id) {
     if (connected == ncclSuccess) stream.synchronize();
     return connected;
   });
-  comm_ = *comm;
+  comm_.set(*comm);
 }
 
 ncclWindow_t NcclWorld::register_arena(ncclComm_t comm) {
@@ -122,8 +138,8 @@ int NcclWorld::choose_nodes(int wanted) {
   const NcclLibrary& nccl = nccl_library();
   WB_CHECK(wanted >= kNodesByTopology && (wanted <= 0 || self_.size % wanted == 0), "{} ranks cannot make nodes of {}", self_.size, wanted);
   if (wanted > 0 && wanted < self_.size) return wanted;
-  window_ = register_arena(comm_);
-  const int reached = nccl.team_lsa(comm_).num_ranks;
+  window_ = register_arena(comm_.use().get());
+  const int reached = nccl.team_lsa(comm_.use().get()).num_ranks;
   std::int64_t ends[2] = {reached, -reached};
   fabric_->all_reduce(std::span<std::int64_t>(ends), ReduceOp::kMax, "nccl domain");
   const std::int64_t most = ends[0], fewest = -ends[1];
@@ -132,7 +148,7 @@ int NcclWorld::choose_nodes(int wanted) {
            "rank {} reaches the memory of {} of {} ranks, some rank of {}: ranks that are not in one NVLink domain need NcclOptions::ranks_per_node",
            self_.rank, reached, self_.size, fewest);
   WB_CHECK(most == fewest && self_.size % fewest == 0, "{} ranks in NVLink domains of {} to {}: nodes must have equally many", self_.size, fewest, most);
-  WB_TRY_NCCL(nccl.window_deregister(comm_, window_));
+  WB_TRY_NCCL(nccl.window_deregister(comm_.use().get(), window_));
   window_ = nullptr;
   return reached;
 }
@@ -150,8 +166,9 @@ void NcclWorld::map_arena(int ranks_per_node) {
   }
   if (ranks_per_node < self_.size) {
     const auto comm = std::make_shared<ncclComm_t>(nullptr);
-    start("NCCL's start of a node",
-          [&nccl, comm, all = comm_, node = self_.rank / ranks_per_node, rank = self_.rank] { return nccl.comm_split(all, node, rank, comm.get(), nullptr); });
+    start("NCCL's start of a node", [&nccl, comm, all = comm_.use().get(), node = self_.rank / ranks_per_node, rank = self_.rank] {
+      return nccl.comm_split(all, node, rank, comm.get(), nullptr);
+    });
     node_comm_ = *comm;
     window_ = register_arena(node_comm_);
     const int reached = nccl.team_lsa(node_comm_).num_ranks;
@@ -165,59 +182,60 @@ void NcclWorld::map_arena(int ranks_per_node) {
 }
 
 NcclWorld::~NcclWorld() {
-  if (comm_ == nullptr) return;
   const auto idle = [device = device_] { (void)cudaSetDevice(device), (void)cudaDeviceSynchronize(); };
   // NCCL's kernels wait without a timeout for a rank of another node that is lost, or has left in the middle of a step. The connections of a process that
   // has ended may last until its GPU memory is gone.
-  if (has_lost_a_rank() || (num_nodes() > 1 && !ends_within(timeout_, idle, [this] { return has_lost_a_rank(); }))) {
+  if (watch_->is_lost() || (num_nodes() > 1 && !ends_within(timeout_, idle, [this] { return watch_->is_lost(); }))) {
     abandon();
     return;
   }
   const NcclLibrary& nccl = nccl_library();
   (void)cudaDeviceSynchronize();
-  if (window_ != nullptr) (void)nccl.window_deregister(node_comm_ != nullptr ? node_comm_ : comm_, window_);
+  watch_->stop();
+  const ncclComm_t comm = comm_.take(timeout_);
+  if (comm == nullptr) {  // given up at the last moment
+    leave();
+    return;
+  }
+  if (window_ != nullptr) (void)nccl.window_deregister(node_comm_ != nullptr ? node_comm_ : comm, window_);
   fabric_.reset();
   if (arena_ != nullptr) (void)nccl.mem_free(arena_);
   if (node_comm_ != nullptr) (void)nccl.comm_destroy(node_comm_);
-  (void)nccl.comm_destroy(comm_);
+  (void)nccl.comm_destroy(comm);
 }
 
-bool NcclWorld::has_lost_a_rank() noexcept {
-  ncclResult_t error = ncclSuccess;
-  if (comm_ != nullptr) (void)nccl_library().comm_get_async_error(comm_, &error);
-  return (error != ncclSuccess && error != ncclInProgress) || (lifeline_ != nullptr && lifeline_->lost() >= 0);
-}
-
-// Kernels that wait inside the node leave.
+// Kernels that wait inside the node leave. On a thread of its own, which may have to wait until an abort has emptied the device's queue, and in a mode that
+// disturbs no capture.
 void NcclWorld::poison() noexcept {
-  if (arena_ != nullptr) (void)cudaMemsetAsync(&at<DeviceControl>(0)->poison, 1, sizeof(std::uint32_t), side_);
+  if (arena_ == nullptr) return;
+  const auto set = [device = device_, word = &at<DeviceControl>(0)->poison, stream = side_.get()] {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaSetDevice(device), (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    (void)cudaMemsetAsync(word, 1, sizeof(std::uint32_t), stream), (void)cudaStreamSynchronize(stream);
+  };
+  (void)ends_within(std::chrono::milliseconds(500), set);
 }
 
 // The arena stays mapped until the process ends.
+void NcclWorld::leave() noexcept {
+  if (std::exchange(has_left_, true)) return;
+  watch_->stop();
+  const bool is_idle = ends_within(std::chrono::seconds(10), [device = device_] { (void)cudaSetDevice(device), (void)cudaDeviceSynchronize(); });
+  if (is_idle) return;
+  (void)fabric_.release();  // their memory would be freed behind kernels that do not end
+  (void)new PinnedBuffer(std::move(progress_));
+}
+
 void NcclWorld::abandon() noexcept {
-  constexpr std::chrono::seconds kPatience(10);
-  poison();
-  if (comm_ != nullptr) (void)ends_within(kPatience, [comm = std::exchange(comm_, nullptr)] { (void)nccl_library().comm_abort(comm); });
-  const bool is_idle = ends_within(kPatience, [device = device_] { (void)cudaSetDevice(device), (void)cudaDeviceSynchronize(); });
-  if (!is_idle) (void)fabric_.release();  // its memory would be freed behind kernels that do not end
+  const bool is_first = !comm_.is_taken();
+  watch_->give_up(ErrorCode::kPeerFailed, "the group has been abandoned");
+  if (is_first) (void)watch_->has_aborted_within(std::chrono::seconds(10));
+  leave();
 }
 
 void NcclWorld::synchronize(cudaStream_t stream, const char* what) {
   if (lifeline_ != nullptr) return await(stream, what, timeout_, /*has_results=*/false);
   WB_TRY_CUDA(cudaStreamSynchronize(stream));
-}
-
-std::string NcclWorld::name(int rank) const { return fmt::format("rank {} of node {}", rank, rank / peers_.size); }
-
-// NCCL may know that a connection has ended before the lifeline does: a second for its word.
-std::string NcclWorld::loss(const char* what, ncclResult_t error) {
-  int lost = lifeline_ != nullptr ? lifeline_->lost() : -1;
-  for (int i = 0; lifeline_ != nullptr && lost < 0 && i < 100; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10)), lost = lifeline_->lost();
-  if (lost < 0) return fmt::format("rank {} of {}: {}: NCCL: {}", self_.rank, self_.size, what, nccl_library().error_string(error));
-  lifeline_->tell(lost, lifeline_->has_ended());
-  if (lost == self_.rank) return fmt::format("rank {} of {}: {}: the others gave this rank up, it did not answer in time", self_.rank, self_.size, what);
-  return fmt::format("rank {} of {}: {}: {} is lost, {}", self_.rank, self_.size, what, name(lost),
-                     lifeline_->has_ended() ? "its process has ended" : "it did not answer its neighbours");
 }
 
 // has_results: the stream ends only with what it waited for, so that a rank lost since does not matter. A step's kernels also end by poison.
@@ -228,46 +246,29 @@ void NcclWorld::await(cudaStream_t stream, const char* what, std::chrono::nanose
     if (state != cudaErrorNotReady) WB_TRY_CUDA(state);
     if (state == cudaSuccess && has_results) return;
     // Read behind the stream's state: a neighbour that gave up has said so before it let its kernels go on.
-    ncclResult_t error = comm_ == nullptr ? ncclRemoteError : ncclSuccess;
-    if (comm_ != nullptr) WB_TRY_NCCL(nccl_library().comm_get_async_error(comm_, &error));
-    const bool has_failed = error != ncclSuccess && error != ncclInProgress;
-    if (has_failed || (lifeline_ != nullptr && lifeline_->lost() >= 0)) give_up(stream, ErrorCode::kPeerFailed, loss(what, error));
+    if (watch_->is_lost()) end_of(stream, what);
     if (state == cudaSuccess) return;
-    if (std::chrono::steady_clock::now() < end) {
-      std::this_thread::yield();
-      continue;
-    }
-    std::string late;
-    if (lifeline_ != nullptr) {
-      const std::vector<int> silent = lifeline_->silent(std::chrono::milliseconds(500));
-      if (lifeline_->lost() >= 0) give_up(stream, ErrorCode::kPeerFailed, loss(what, error));
-      for (const int rank : silent) late += (late.empty() ? "; no answer from " : ", ") + name(rank);
-      if (!silent.empty()) lifeline_->tell(silent.front(), false);
-      if (silent.empty()) late = "; all neighbours answer";
-    }
-    give_up(stream, ErrorCode::kTimeout,
-            fmt::format("rank {} of {}: {} took longer than {} ms{}", self_.rank, self_.size, what,
-                        std::chrono::duration_cast<std::chrono::milliseconds>(timeout).count(), late));
+    if (std::chrono::steady_clock::now() >= end) watch_->time_out(timeout), end_of(stream, what);
+    std::this_thread::yield();
   }
 }
 
-// NCCL may know of a lost rank before await() looks: it then takes no more messages, while those it took before wait. They are released, and the rank is
-// named, as there. Nothing runs of a stream that is being captured: what other streams hold is synchronize()'s.
+// NCCL may know of a lost rank before anybody looks: it then takes no more messages, while those it took before wait. They are released, and the rank is
+// named, as there. Nothing runs of a stream that is being captured.
 void NcclWorld::refuse(cudaStream_t stream, const char* what, ncclResult_t error) {
+  watch_->refuse(error);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (stream != nullptr) WB_TRY_CUDA(cudaStreamIsCapturing(stream, &capture));
-  if (capture != cudaStreamCaptureStatusNone) WB_FAIL(ErrorCode::kPeerFailed, "{}", loss(what, error));
-  give_up(stream, ErrorCode::kPeerFailed, loss(what, error));
+  if (capture != cudaStreamCaptureStatusNone) watch_->throw_lost(what);
+  end_of(stream, what);
 }
 
-// NCCL's kernels leave by an abort, which itself waits for graphs to be destroyed.
-void NcclWorld::give_up(cudaStream_t stream, ErrorCode code, const std::string& text) {
-  poison();
-  if (comm_ != nullptr) std::thread([comm = std::exchange(comm_, nullptr)] { (void)nccl_library().comm_abort(comm); }).detach();
+// The group is given up: the stream's kernels leave.
+void NcclWorld::end_of(cudaStream_t stream, const char* what) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   cudaError_t state = cudaStreamQuery(stream);
   for (; state == cudaErrorNotReady && std::chrono::steady_clock::now() < end; state = cudaStreamQuery(stream)) std::this_thread::yield();
-  WB_FAIL(code, "{}{}", text, state == cudaErrorNotReady ? "; kernels on the stream still wait" : "");
+  watch_->throw_lost(state == cudaErrorNotReady ? fmt::format("{} (kernels on the stream still wait)", what).c_str() : what);
 }
 
 std::uint64_t NcclWorld::window(const std::string& name, std::size_t bytes) {

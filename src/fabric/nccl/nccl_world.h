@@ -3,7 +3,7 @@
 // kernels the same DevPeers table that cuda_local gives them; barriers and signals are ours, so NCCL is not in the hot path. Host collectives
 // go over NCCL send and receive (host_fabric()).
 // Ranks that do not reach each other's memory are refused, unless NcclOptions::ranks_per_node says that the group has nodes: then windows and
-// peer tables are those of a rank's node, and rail() carries bytes between nodes.
+// peer tables are those of a rank's node, and rail() carries bytes between nodes. A thread of such a world watches over its messages (nccl_watch.h).
 #pragma once
 
 #include <chrono>
@@ -11,11 +11,14 @@
 #include <string>
 
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/pinned_buffer.h"
 #include "fabric/cuda_local/cuda_local_kernels.h"
 #include "fabric/cuda_local/rail.h"
+#include "fabric/nccl/nccl_comm.h"
 #include "fabric/nccl/nccl_library.h"
 #include "fabric/nccl/nccl_lifeline.h"
 #include "fabric/nccl/nccl_rendezvous.h"
+#include "fabric/nccl/nccl_watch.h"
 #include "waybill/fabric.h"
 
 namespace waybill::cuda {
@@ -24,7 +27,7 @@ inline constexpr int kOneNode = 0, kNodesByTopology = -1;
 
 struct NcclOptions {
   std::size_t arena_bytes = std::size_t{1} << 20;  // for all windows; the same on every rank
-  std::chrono::milliseconds timeout{60000};        // of host collectives, of steps and of waits inside kernels
+  std::chrono::milliseconds timeout{60000};        // of host collectives, of steps, of waits inside kernels and of messages that the device has come to
   // kOneNode; kNodesByTopology: a node is what shares an NVLink domain, equally many ranks each, one behind the other; or their number, to force nodes.
   int ranks_per_node = kOneNode;
   // Of what the constructor waits for: processes that come late, NCCL's start, their first exchange. At least `timeout`.
@@ -59,11 +62,14 @@ class NcclWorld {
   }
   LocalRanks local_ranks() const;  // this rank alone, with the table of its node
 
-  // Waits for what `stream` holds; a group of several nodes must wait so, because kernels of NCCL that wait for a lost node never end by themselves.
-  // kPeerFailed naming node and rank of a process that has ended, or that a neighbour gave up because it did not answer, on every rank that calls this;
-  // kTimeout naming who does not answer when `what` takes longer than NcclOptions::timeout. The stream is free again then (its results are worthless), rail()
-  // refuses, and abandon() is what is left; graphs that hold messages of the rail must be destroyed. One node: cudaStreamSynchronize, its kernels have timeouts
-  // of their own.
+  // Several nodes: when a rank is lost, or messages take longer than NcclOptions::timeout, the world's thread gives the group up by itself: every stream is
+  // free again, however it is waited for (its results are worthless; exchanges on it are invalid and have kStatusTimeout in their status word), rail() and
+  // host_fabric() refuse, and abandon() is what is left; graphs that hold messages must be destroyed. check() then throws, on every rank: kPeerFailed naming
+  // node and rank of a process that has ended, or that others gave up because it does not answer or has not come; kTimeout on the rank that found out, naming
+  // who is late. One atomic load where nothing is lost. One node: does nothing, kernels have timeouts of their own.
+  void check(const char* what) const { watch_->throw_if_lost(what); }
+  // Waits for what `stream` holds and throws as check(): as soon as it is known, and kTimeout as well where `what` takes longer than NcclOptions::timeout for
+  // another reason. One node: cudaStreamSynchronize.
   void synchronize(cudaStream_t stream, const char* what);
 
   // As CudaLocalGroup: of this rank. clear_errors() is collective, with no kernel running anywhere.
@@ -81,25 +87,27 @@ class NcclWorld {
   int choose_nodes(int wanted);
   void map_arena(int ranks_per_node);
   void await(cudaStream_t stream, const char* what, std::chrono::nanoseconds timeout, bool has_results);
-  bool has_lost_a_rank() noexcept;
-  std::string name(int rank) const;
-  std::string loss(const char* what, ncclResult_t error);
   void poison() noexcept;
+  void leave() noexcept;
   [[noreturn]] void refuse(cudaStream_t stream, const char* what, ncclResult_t error);
-  [[noreturn]] void give_up(cudaStream_t stream, ErrorCode code, const std::string& text);
+  [[noreturn]] void end_of(cudaStream_t stream, const char* what);
 
   ProcessRank self_;
   int device_;
-  ncclComm_t comm_ = nullptr, node_comm_ = nullptr;  // the latter where there are several nodes
+  NcclComm comm_;
+  ncclComm_t node_comm_ = nullptr;  // where there are several nodes
   ncclWindow_t window_ = nullptr;
   void* arena_ = nullptr;
   std::size_t arena_bytes_, used_;
   std::chrono::nanoseconds timeout_, start_timeout_;
   DevPeers peers_{};
   CudaStream side_;                     // reaches the arena while kernels wait
+  PinnedBuffer progress_;               // RailProgress
   std::unique_ptr<Lifeline> lifeline_;  // several nodes
   std::unique_ptr<Fabric> fabric_;
   std::unique_ptr<Rail> rail_;
+  bool has_left_ = false;
+  std::unique_ptr<NcclWatch> watch_;  // its thread reads what is above
 };
 
 }  // namespace waybill::cuda

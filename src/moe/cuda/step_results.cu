@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kThreads) moe_step_results(const StepResultsAr
   const std::int32_t valid = report.valid;
   args.status[0] = valid, args.status[1] = static_cast<std::int32_t>(demand < kMost ? demand : kMost), args.status[2] = args.slot_capacity;
   args.status[3] = report.rows, args.status[4] = report.slots;
-  args.status[5] = valid != 0 ? 0 : static_cast<std::int32_t>(demand > args.slot_capacity ? kStatusSlotOverflow : kStatusRowOverflow);
+  const StatusFlag reason = demand > args.slot_capacity ? kStatusSlotOverflow : report.max_row_demand > args.row_capacity ? kStatusRowOverflow : kStatusTimeout;
+  args.status[5] = valid != 0 ? 0 : static_cast<std::int32_t>(reason);
 }
 
 }  // namespace

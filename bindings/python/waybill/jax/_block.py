@@ -23,7 +23,8 @@ ROUTES = "waybill_routes"  # checkpoint_name of the small residuals: save them u
 class MoeOutput(NamedTuple):
     """What a call did. loss: float32 scalar, this device's share of all auxiliary losses together, differentiable (psum gives the loss).
     losses [4]: auxiliary, sequence, global, z. ids, weights [T, K]: this device's routes. counts [E] int32: routes per expert over the axis.
-    status [6] int32: valid, slot demand, slot capacity, rows, slots, flags; `valid` is 0 after an overflow of the slot budget on any device."""
+    status [6] int32: valid, slot demand, slot capacity, rows, slots, flags; `valid` is 0 after an overflow of the slot budget on any device,
+    or (GPUs on several nodes) after a rank was lost: flags has 8 then."""
 
     loss: jax.Array
     losses: jax.Array

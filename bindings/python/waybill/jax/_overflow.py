@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from ._block import MoeOutput
 
+_RANK_LOST = 8  # kStatusTimeout
+
 
 def keep_if_valid(valid: jax.Array, new: Any, old: Any) -> Any:
     """`new` where the step was valid, else `old`, for any pytree: an overflowed step changes neither parameters nor optimizer state."""
@@ -26,7 +28,8 @@ class OverflowMonitor:
         self._seen: tuple[int, jax.Array] | None = None
 
     def update(self, step: int, output: MoeOutput) -> None:
-        """Call it after each step. RuntimeError names the first overflowed step since the last look, demand, capacity and the fix."""
+        """Call it after each step. RuntimeError names the first overflowed step since the last look, demand, capacity and the fix, or says that a
+        rank was lost (GPUs, several nodes)."""
         status = output.status.reshape(-1, 6)
         worst = status[jnp.argmin(status[:, 0])]
         if self._seen is None:
@@ -37,7 +40,9 @@ class OverflowMonitor:
         if self.every_n_steps and (step + 1) % self.every_n_steps == 0:
             first, kept = self._seen
             self._seen = None
-            valid, demand, capacity = (int(number) for number in kept[:3])
+            valid, demand, capacity, _, _, flags = (int(number) for number in kept)
+            if not valid and flags & _RANK_LOST:
+                raise RuntimeError(f"steps {first} to {step}: the group has lost a rank, results are worthless; a call that is not replayed names it")
             if not valid:
                 raise RuntimeError(
                     f"steps {first} to {step}: the slot budget overflowed (demand {demand}, capacity {capacity}) and updates were skipped; "

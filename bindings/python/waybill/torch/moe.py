@@ -49,7 +49,7 @@ class MoEStats:
 
     @property
     def valid(self) -> Tensor:
-        """0 after a receive overflow on any rank (captured mode): skip the update."""
+        """0 after a receive overflow on any rank (captured mode), or after a rank was lost (GPUs on several nodes): skip the update."""
         return self.stats[4]
 
     @property
