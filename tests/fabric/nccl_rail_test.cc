@@ -29,7 +29,8 @@ TEST(NcclRail, ARefusedMessageClosesTheGroupAndIsPassedOn) {
   for (int accepted = 0; accepted <= 3; ++accepted) {
     const NcclLibrary nccl = RefusingNccl::library(accepted);
     std::vector<ncclResult_t> failures;
-    const auto rail = make_nccl_rail(nccl, comm, 0, 1, 4, /*progress=*/nullptr, /*poison=*/nullptr, [&](cudaStream_t, ncclResult_t error) { failures.push_back(error); });
+    const auto rail =
+        make_nccl_rail(nccl, comm, 0, 1, 4, /*progress=*/nullptr, /*poison=*/nullptr, [&](cudaStream_t, ncclResult_t error) { failures.push_back(error); });
     std::vector<RailMessage> messages;
     for (int node = 1; node < 4; ++node) messages.push_back({0, node, nullptr, nullptr, 16});
     rail->exchange(messages, nullptr);
