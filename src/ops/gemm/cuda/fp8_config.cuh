@@ -22,7 +22,9 @@ struct Fp8Config {
   static_assert(kForm != GemmForm::kNN && kBlockN % kPartN == 0 && (kForm == GemmForm::kTN || kPartN == 128) && (kCluster == 1 || kCluster == 2));
   // Registers a thread after launch; walking groups by blocks takes more.
   static constexpr int kProducerRegisters = 56, kMathRegisters = kMathGroups == 3 ? 152 : 224;
-  static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kBuffers > 2;  // grouped_accumulate.cuh
+  static constexpr bool kFetches = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && kStages == 3;  // grouped_accumulate.cuh
+  // D's lines are fetched into the L2 before the copy engine adds to them.
+  static constexpr bool kPrefetchesSums = kForm == GemmForm::kTN && kOutput == GemmOutput::kAddF32 && !kFetches;
   static constexpr bool kCutsLastRound = kForm == GemmForm::kNT && kOutput == GemmOutput::kBf16 && kBlockN == 256 && kCluster == 2;
   static constexpr int kSumBuffers = kFetches ? kBuffers : 1;
   using Walker = UnitWalker<kForm, kBlockN, kCluster, fp8_limits::kBlockK, kForm == GemmForm::kTN, kBlockM>;

@@ -9,7 +9,7 @@
 // 128 columns in up to four stages: 192 rows.
 #define WB_FP8_TILES(F) F(256, 4, 2, 2) F(128, 5, 2, 2) F(128, 5, 1, 2) F(128, 4, 2, 2)
 #define WB_FP8_TILES_TN(F) F(192, 4, 2, 3) F(128, 4, 2, 2)
-// With more than two buffers D's values are fetched (grouped_accumulate.cuh), else the copy engine adds.
+// With three stages D's values are fetched (grouped_accumulate.cuh), else the copy engine adds.
 #define WB_FP8_TILES_TN_ADD(F) F(192, 4, 2, 2) F(192, 3, 2, 6) F(128, 4, 2, 2) F(128, 3, 2, 4)
 
 #define WB_FP8_TABLE(function, form, output, types, tiles)    \

@@ -21,6 +21,7 @@ struct Fp8Params : GroupedParams {
   std::int64_t b_scale_stride;                            // kTN: of a block
   int b_blocks;                                           // kNT: 0, or B is [groups * b_blocks, n, 128], k blocks apart
   int max_blocks;                                         // kTN: blocks of A and B
+  bool prefetches_sums;                                   // kTN, sums that the copy engine adds: D's lines are fetched into the L2 while a tile is computed
 };
 
 namespace fp8_limits {

@@ -115,7 +115,7 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
   params.offsets = p.offsets, params.groups = static_cast<int>(p.groups), params.rows = static_cast<int>(p.rows);
   params.m = static_cast<int>(p.m), params.n = static_cast<int>(p.n), params.k = static_cast<int>(p.k);
   params.d_stride = p.n, params.d_plane = p.m * p.n;
-  params.cuts_last_round = tuning.cuts_last_round;
+  params.cuts_last_round = tuning.cuts_last_round, params.prefetches_sums = tuning.prefetches_sums;
   params.band = tuning.band, params.d_data = p.d, params.bias = p.bias, params.status = p.status;
   params.num_passes = 1, params.slices_per_cluster = 1, params.min_slice_blocks = std::numeric_limits<int>::max() / 4;
   std::int64_t units = std::min<std::int64_t>((p.rows / kBlockM + p.groups) * n_tiles, clusters);
@@ -141,11 +141,12 @@ void run_fp8(const Fp8Problem& p, const Fp8Tuning& tuning, int device, cudaStrea
 
 Fp8Tuning choose_fp8_tuning(const Fp8Problem& p, int num_sms) {
   Fp8Tuning best;
-  best.band = p.form == GemmForm::kNT && !p.b_is_turned ? 2 : 8;  // measured (docs/perf/grouped-gemm-fp8.md)
+  best.band = p.form == GemmForm::kTN || (p.k >= 4096 && p.n > 2048) ? 8 : 2;  // measured (docs/perf/grouped-gemm-fp8.md)
   if (p.form == GemmForm::kTN) {
     const bool adds = p.output == GemmOutput::kAddF32, fetches = adds && p.rows <= gemm_limits::kFetchedRows * std::max<std::int64_t>(p.groups, 1);
     // 128 x 192 or 192 x 128: at the same rate (docs/perf/grouped-gemm-fp8.md), so the one that computes less beyond the edges.
     const std::int64_t wide = div_up(p.m, 128) * div_up(p.n, 192), high = div_up(p.m, 192) * div_up(p.n, 128);
+    best.prefetches_sums = adds && !fetches && p.rows <= (high <= wide ? 2048 : 1024) * std::max<std::int64_t>(p.groups, 1);  // measured, likewise
     if (high <= wide) {
       best.tile = fetches ? GemmTile{128, 3, 2, 4} : GemmTile{128, 4, 2, 2};
     } else {

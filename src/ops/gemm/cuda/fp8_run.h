@@ -39,7 +39,8 @@ struct Fp8Tuning {
   GemmTile tile{256, 4, 2, 2};
   int band = 8;
   int slices_per_cluster = 2, min_slice_blocks = 8;
-  bool cuts_last_round = true;  // of the tiles of 256 columns with bf16 results; the others never do
+  bool cuts_last_round = true;   // of the tiles of 256 columns with bf16 results; the others never do
+  bool prefetches_sums = false;  // kTN, sums that the copy engine adds (fp8_producer.cuh)
   bool overlap = true;
 };
 

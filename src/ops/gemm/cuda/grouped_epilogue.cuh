@@ -95,16 +95,14 @@ __device__ __forceinline__ void store_by_copy_engine(const std::uint8_t* buffer,
 }
 
 // fp32 results: buffers in turn, each filled when the copy engine has read what it held. bf16 results: all buffers at a time under one memory fence, which
-// takes longer than filling them. is_narrow (bf16): the first half of the columns only.
-template <int kBlockN, GemmOutput kOutput, int kBuffers>
-__device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std::uint8_t* buffers, const GroupedParams& p, const WarpTarget& to,
-                                           bool is_narrow = false) {
-  constexpr int kColumns = kOutput == GemmOutput::kBf16 ? 64 : 32, kGroups = kBlockN / kColumns, kAtOnce = kOutput == GemmOutput::kBf16 ? kBuffers : 1;
-  static_assert(kGroups % kBuffers == 0, "buffers are used in turn");
+// takes longer than filling them. Columns kFirst .. kLast - 1 of the tile.
+template <int kBlockN, GemmOutput kOutput, int kBuffers, int kFirst = 0, int kLast = kBlockN>
+__device__ __forceinline__ void store_tile(const float (&acc)[kBlockN / 2], std::uint8_t* buffers, const GroupedParams& p, const WarpTarget& to) {
+  constexpr int kColumns = kOutput == GemmOutput::kBf16 ? 64 : 32, kAtOnce = kOutput == GemmOutput::kBf16 ? kBuffers : 1;
+  static_assert(kFirst % (kColumns * kBuffers) == 0 && kLast % (kColumns * kBuffers) == 0, "buffers are used in turn");
   const bool by_copy_engine = to.rows >= gemm_limits::kBufferRows;
 #pragma unroll
-  for (int first = 0; first < kGroups; first += kAtOnce) {
-    if (first == kGroups / 2 && is_narrow) break;
+  for (int first = kFirst / kColumns; first < kLast / kColumns; first += kAtOnce) {
     std::uint8_t* buffer = buffers + first % kBuffers * gemm_limits::kBufferBytes;
     if (to.lane == 0) ptx::bulk_wait_read<kBuffers - kAtOnce>();
     __syncwarp();
@@ -139,11 +137,11 @@ __device__ __forceinline__ void store_zeros(void* d, std::int64_t first, std::in
   }
 }
 
-// low, high: whether this thread's rows take the bias.
-template <int kBlockN>
+// low, high: whether this thread's rows take the bias. Columns kFirst .. kLast - 1 of the tile.
+template <int kBlockN, int kFirst = 0, int kLast = kBlockN>
 __device__ __forceinline__ void add_bias(float (&acc)[kBlockN / 2], const float* bias, int columns, int q, bool low, bool high) {
 #pragma unroll
-  for (int j = 0; j < kBlockN / 8; ++j) {
+  for (int j = kFirst / 8; j < kLast / 8; ++j) {
     const int column = 8 * j + 2 * q;
     const float2 b = column < columns ? __ldg(reinterpret_cast<const float2*>(bias + column)) : make_float2(0, 0);
     if (low) acc[4 * j] += b.x, acc[4 * j + 1] += b.y;
