@@ -72,8 +72,10 @@ void TrainDisplay::on_step(const StepMetrics& m) {
     new_held_out_ = false;
   }
   if (m.step == header_.steps && m.peak_bytes > 0 && m.predicted_bytes > 0) {
-    print_line(fmt::format("memory of a {}: peak {}, predicted {} ({:+.1f}%)", header_.device == "cpu" ? "rank" : "GPU",
+    // On the CPU buffers follow the fullest step, which an untrained router makes; budgets and GPUs have fixed sizes.
+    print_line(fmt::format("memory of a {}: peak {}, predicted {}{} ({:+.1f}%)", header_.device == "cpu" ? "rank" : "GPU",
                            format_bytes(static_cast<double>(m.peak_bytes)), format_bytes(static_cast<double>(m.predicted_bytes)),
+                           header_.device == "cpu" ? " for a balanced load" : "",
                            100 * (static_cast<double>(m.peak_bytes) / static_cast<double>(m.predicted_bytes) - 1)));
   }
   draw_bar(m);
