@@ -54,7 +54,8 @@ function(waybill_add_cuda_folder name)
   endif()
   add_library(waybill::${name}_cuda ALIAS waybill_${name}_cuda)
   target_include_directories(waybill_${name}_cuda PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
-  target_link_libraries(waybill_${name}_cuda PUBLIC ${ARG_LINK} CUDA::cudart_static PRIVATE $<BUILD_INTERFACE:waybill_flags> $<BUILD_INTERFACE:waybill_cuda_flags>)
+  target_link_libraries(waybill_${name}_cuda PUBLIC ${ARG_LINK} CUDA::cudart_static PRIVATE $<BUILD_INTERFACE:waybill_flags>
+    $<BUILD_INTERFACE:waybill_cuda_flags>)
 endfunction()
 
 # waybill_add_cuda_test(<name> SOURCES ... LINK ...): a GoogleTest program for a machine with a GPU (label gpu; skips without one).

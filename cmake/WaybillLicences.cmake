@@ -24,7 +24,8 @@ function(waybill_licence_of path out)
     # Installed from source, by Conda, vcpkg or other distributions: PREFIX/lib*/NAME.so, PREFIX/share.
     foreach(up .. ../..)
       foreach(kind licenses doc "")
-        file(GLOB found ${folder}/${up}/share/${kind}/${name}/LICEN[CS]E* ${folder}/${up}/share/${kind}/${name}/COPYING* ${folder}/${up}/share/${kind}/${name}/copyright)
+        file(GLOB found ${folder}/${up}/share/${kind}/${name}/LICEN[CS]E* ${folder}/${up}/share/${kind}/${name}/COPYING*
+          ${folder}/${up}/share/${kind}/${name}/copyright)
         list(APPEND candidates ${found})
       endforeach()
     endforeach()
