@@ -19,6 +19,7 @@ PATH = re.compile(r"^[\w.\-/]+/[\w.\-/]*$|^[\w\-]+\.(md|txt|toml|json|sh|py|h|cc
 def documents():
     yield from sorted(ROOT.glob("*.md"))
     yield from sorted((ROOT / "docs").rglob("*.md"))
+    yield from sorted((ROOT / "examples").glob("*.md"))
 
 
 def source_text():
@@ -98,6 +99,15 @@ def header_faults():
             yield f"docs/headers.md: lacks {header.name}"
 
 
+def example_faults():
+    """The whole scripts of the how-to pages are files in examples, with a licence line before them."""
+    for page in sorted((ROOT / "docs/howto").glob("*.md")):
+        for title, text in re.findall(r"^```python title=(\S+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            path = ROOT / "examples" / title
+            if not path.exists() or path.read_text(encoding="utf-8") != f"# SPDX-License-Identifier: Apache-2.0\n{text}":
+                yield f"examples/{title}: differs from the script in docs/howto/{page.name}"
+
+
 def setting_faults():
     """`router.x` and `moe.x` of the page for those who come from elsewhere must be fields of Python's configs."""
     fields = set(re.findall(r"^    (\w+): ", (ROOT / "bindings/python/waybill/config.py").read_text(encoding="utf-8"), re.M))
@@ -120,7 +130,7 @@ def message_faults(source):
 def main():
     source = source_text()
     verbs = known_verbs(source)
-    faults, count = [*snippet_faults(), *environment_faults(), *header_faults(), *setting_faults(), *message_faults(source)], 0
+    faults, count = [*snippet_faults(), *environment_faults(), *header_faults(), *setting_faults(), *example_faults(), *message_faults(source)], 0
     for path in documents():
         count += 1
         faults += faults_of(path, source, verbs)
