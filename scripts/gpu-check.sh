@@ -118,6 +118,7 @@ if [ $quick = 0 ]; then
       # The matmuls under memcheck alone.
       [ $tool != memcheck ] || start "$tool gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_gemm" --gtest_filter="$small_gemm"
       [ $tool != memcheck ] || start "$tool fp8" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_fp8" --gtest_filter="$small_fp8"
+      [ $tool != memcheck ] || start "$tool quantized gemm" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_quantized_gemm" --gtest_filter='QuantizedGemmCuda.WidensRows*'
       [ $tool != memcheck ] || start "$tool moe" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_moe" --gtest_filter="$small_moe"
       start "$tool quantize" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_quantize" --gtest_filter="$small_quantize"
       start "$tool model" timeout 150 compute-sanitizer --tool $tool --error-exitcode 9 "$bin/test_cuda_model" --gtest_filter="$small_model"
