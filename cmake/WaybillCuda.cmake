@@ -3,6 +3,7 @@
 # All kernels are built for sm_90a. WAYBILL_CUDA_PORTABLE adds sm_80 and sm_100a objects of all but the kernels on warpgroup matrix instructions
 # (SM90 below), which the portable matmul replaces there, and for sm_80 of those that live on bulk copies (BULK). Neither was ever run by us: unverified.
 option(WAYBILL_CUDA_PORTABLE "Also build sm_80 and sm_100a objects of portable code (not run)" OFF)
+option(WAYBILL_CUDA_COMPILE_ONLY "Host code of GPU tests without optimisation, where they are compiled and not run" OFF)
 option(WAYBILL_PORTABLE_BINARIES "Link what a bare GPU machine may lack (fmt, libstdc++) into the programs" OFF)
 
 if(NOT CMAKE_CUDA_HOST_COMPILER)
